@@ -23,7 +23,7 @@ _LAZY = {
     "Panel": "nbkit.widgets:Panel",
     "Preset": "nbkit.presets:Preset",
     "check": "nbkit.check",
-    "doctor": "nbkit.doctor:doctor",
+    "doctor": "nbkit.doctor",
     "errors": "nbkit.errors",
     "kernels": "nbkit.kernels",
     "load_model": "nbkit.loaders:load_model",
@@ -48,7 +48,6 @@ def __getattr__(name: str) -> Any:
     value = importlib.import_module(module)
     if attribute:
         value = getattr(value, attribute)
-    # Importing nbkit.doctor binds the module as nbkit.doctor; the public name is the function inside it.
     globals()[name] = value
     return value
 

@@ -1,0 +1,80 @@
+"""How each file under ``data/`` was made: ``python -m nbkit train NAME`` makes it again from a seed.
+
+A recipe is a function ``run(work_dir, out_dir, log)``: it keeps its unfinished state in ``work_dir``, so that a second call goes
+on where the first one stopped, and moves finished files to ``out_dir`` (the project's data folder) at the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import nbkit
+from nbkit.errors import InputError, RunError
+
+__all__ = ["RECIPES", "Recipe", "get", "train"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe: ``outputs`` are paths below the data folder, ``minutes`` its time on two cores, ``run`` is "module:function"."""
+
+    name: str
+    summary: str
+    outputs: tuple[str, ...]
+    minutes: float
+    run: str
+
+    def load(self) -> Callable[[Path, Path, Callable[[str], None]], None]:
+        """The function behind ``run``; its module is imported only now, since most recipes import torch."""
+        module, _, function = self.run.partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe(
+            name="register-chain",
+            summary="a small Llama that updates registers line by line, for pass@1 under a cache budget",
+            outputs=("models/register-chain",),
+            minutes=60,
+            run="nbkit.recipes.register_chain:run",
+        ),
+    )
+}
+
+
+def get(name: str) -> Recipe:
+    """The recipe of that name.
+
+    Raises: InputError with the known names.
+
+    >>> get("register-chain").outputs
+    ('models/register-chain',)
+    """
+    if name not in RECIPES:
+        raise InputError("recipe", got=name, allowed=", ".join(sorted(RECIPES)), hint="python -m nbkit train lists them")
+    return RECIPES[name]
+
+
+def train(name: str, *, work: Path | None = None, out: Path | None = None, log: Callable[[str], None] = print) -> list[Path]:
+    """Run one recipe and return the files and folders it made; a stopped one goes on from ``work``.
+
+    ``work`` defaults to ``build/recipes/NAME``, ``out`` to the project's data folder.
+
+    Raises: InputError for an unknown name; RunError when the recipe ends without its outputs.
+    """
+    recipe = get(name)
+    work_dir = work or nbkit.build_path("recipes", name)
+    out_dir = out or nbkit.data_path()
+    work_dir.mkdir(parents=True, exist_ok=True)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    recipe.load()(work_dir, out_dir, log)
+    made = [out_dir / output for output in recipe.outputs]
+    absent = [str(path) for path in made if not path.exists()]
+    if absent:
+        raise RunError(f"recipe {name} ended without {', '.join(absent)}", hint=f"read its log; its unfinished state is in {work_dir}")
+    return made
