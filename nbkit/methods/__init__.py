@@ -1,0 +1,1 @@
+"""One module per paper; see `nbkit.methods.ams`."""
