@@ -64,6 +64,13 @@ def project_path(*parts: str) -> Path | None:
     return root.joinpath(*parts)
 
 
+def data_root() -> Path | None:
+    """The data folder itself, whether or not it exists: NBKIT_DATA if set, else ``data/`` beside the package; None without a checkout."""
+    setting = os.environ.get("NBKIT_DATA")
+    root = Path(setting).expanduser() if setting else project_path("data")
+    return None if root is None else root.resolve()
+
+
 def data_path(*parts: str) -> Path:
     """The path of a file or folder of the project's data, which must exist.
 
@@ -73,15 +80,13 @@ def data_path(*parts: str) -> Path:
     """
     from nbkit.errors import InputError, MissingResourceError
 
-    setting = os.environ.get("NBKIT_DATA")
-    root = Path(setting).expanduser() if setting else project_path("data")
+    root = data_root()
     name = "/".join(parts)
     if root is None:
         raise MissingResourceError(
             f"project data {name!r}", got="an installation without the project's data folder", allowed="a checkout of the project or NBKIT_DATA",
             hint="install from a clone with pip install -e . or point NBKIT_DATA to a copy of data/",
         )
-    root = root.resolve()
     path = root.joinpath(*parts)
     if root not in (path.resolve(), *path.resolve().parents):
         raise InputError("path below the data folder", got=name, allowed=f"paths inside {root}")

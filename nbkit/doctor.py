@@ -134,10 +134,7 @@ def _version(name: str) -> str | None:
 
 
 def _python() -> Row:
-    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    if sys.version_info < (3, 11):
-        return Row("python", found, "missing", "install Python 3.11 or newer")
-    return Row("python", found)
+    return Row("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
 
 
 def _direct() -> list[str]:
@@ -218,7 +215,8 @@ def _windowing() -> Row:
         mode, source = (match[1], "your setting") if match else (None, "")
     for schema in _jupyter_dirs("lab", "schemas", *relative[:2], "tracker.json"):
         if mode is None and schema.is_file():
-            mode, source = json.loads(schema.read_text(encoding="utf-8"))["properties"].get("windowingMode", {}).get("default"), "JupyterLab's default"
+            properties = json.loads(schema.read_text(encoding="utf-8"))["properties"]
+            mode, source = properties.get("windowingMode", {}).get("default"), "JupyterLab's default"
     if mode is None:
         return Row("windowing mode", "JupyterLab's settings were not found", "warn", "install jupyterlab in this environment")
     if mode == "full":
@@ -316,7 +314,7 @@ def _offline() -> Row:
 
 
 def _preset() -> Row:
-    name = os.environ.get("NBKIT_PRESET", "demo")
+    name = os.environ.get("NBKIT_PRESET") or "demo"
     if name not in ("smoke", "demo", "full"):
         return Row("preset", f"NBKIT_PRESET={name}", "missing", "one of smoke, demo, full")
     return Row("preset", f"{name} (NBKIT_PRESET=smoke|demo|full)")
@@ -339,7 +337,7 @@ class Stamp:
             ("versions", ", ".join(f"{name} {version}" for name, version in self.versions.items())),
             ("device", self.device),
             ("preset", self.preset),
-            ("kernels", ", ".join(f"{op}: {backend}" for op, backend in self.kernels.items()) or "none called"),
+            ("kernels", "; ".join(f"{op}: {ran}" for op, ran in self.kernels.items()) or "none called"),
             ("wall time", f"{self.seconds:.1f} s since nbkit was imported"),
         ]
         return lines + [(name, str(value)) for name, value in self.extra.items()]
@@ -368,9 +366,9 @@ def stamp(**extra: Any) -> Stamp:
     versions |= {name: version for name in _STAMPED if (version := _version(name))}
     # Reads only what is already loaded: a stamp must not start torch in a notebook that never used it.
     kernels = sys.modules.get("nbkit.kernels")
-    choices = {str(op): str(backend) for op, backend in kernels.choices().items()} if kernels else {}
+    choices = {op: ", ".join(f"{where} ({calls} calls)" for where, calls in ran.items()) for op, ran in kernels.choices().items()} if kernels else {}
     return Stamp(
-        versions=versions, device=_device(), preset=os.environ.get("NBKIT_PRESET", "demo"), kernels=choices,
+        versions=versions, device=_device(), preset=os.environ.get("NBKIT_PRESET") or "demo", kernels=choices,
         seconds=time.time() - nbkit._IMPORTED_AT, extra=extra,
     )
 

@@ -65,11 +65,11 @@ def train(name: str, *, work: Path | None = None, out: Path | None = None, log: 
 
     ``work`` defaults to ``build/recipes/NAME``, ``out`` to the project's data folder.
 
-    Raises: InputError for an unknown name; RunError when the recipe ends without its outputs.
+    Raises: InputError for an unknown name; MissingResourceError without a data folder to write to; RunError when the recipe ends without its outputs.
     """
     recipe = get(name)
     work_dir = work or nbkit.build_path("recipes", name)
-    out_dir = out or nbkit.data_path()
+    out_dir = out or nbkit.data_root() or nbkit.data_path()
     work_dir.mkdir(parents=True, exist_ok=True)
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe.load()(work_dir, out_dir, log)
