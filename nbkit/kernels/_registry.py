@@ -30,6 +30,15 @@ class Example:
 
 
 @dataclass(frozen=True)
+class Program:
+    """One Triton kernel with the types of its pointers and floats (other arguments are i32) and its constants: what a compile check needs."""
+
+    kernel: Any
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Op:
     """One array operation and all its versions.
 
@@ -41,7 +50,9 @@ class Op:
     exact: True when backends must agree bit for bit (selection, copies); False puts them under the 2x rule against float64.
     plain: for inexact operations: the shortest torch expression, whose float32 error is the yardstick of the 2x rule.
     batch_axes, head_axes: argument name -> axis, for the batch and head-permutation contracts; the result has them at 0 and 1.
+    triton_programs: the Triton kernels with their signatures, for a compile check without a GPU.
     triton_dtypes: floating dtypes that the Triton version takes; None = every dtype.
+    interpreter_dtypes: the same in the Triton interpreter, which lacks bfloat16 arithmetic.
     """
 
     name: str
@@ -53,8 +64,10 @@ class Op:
     plain: Callable | None = None
     batch_axes: Mapping[str, int] = field(default_factory=dict)
     head_axes: Mapping[str, int] = field(default_factory=dict)
+    triton_programs: Callable[[], Iterator[Program]] | None = None
     triton_dtypes: tuple[torch.dtype, ...] | None = None
-    triton_status: str = "checked in the Triton interpreter only; not yet run on a GPU"
+    interpreter_dtypes: tuple[torch.dtype, ...] | None = None
+    triton_status: str = "checked in the Triton interpreter, not yet run on a GPU"
 
     def reasons(self, backend: str, tensors: list[torch.Tensor]) -> list[str]:
         """Why `backend` cannot run on these tensors; empty when it can."""
@@ -68,10 +81,10 @@ class Op:
         devices = sorted({tensor.device.type for tensor in tensors})
         if devices and devices != ["cuda"] and not _interpreted():
             found.append(f"tensors are on {', '.join(devices)}, Triton needs cuda (or TRITON_INTERPRET=1, set before the first call)")
-        if self.triton_dtypes is not None:
-            odd = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} - set(self.triton_dtypes)
-            if odd:
-                found.append(f"no {', '.join(sorted(map(_dtype_name, odd)))} in the Triton version")
+        for dtypes, where, applies in ((self.triton_dtypes, "Triton version", True), (self.interpreter_dtypes, "Triton interpreter", _interpreted())):
+            odd = {tensor.dtype for tensor in tensors if tensor.is_floating_point()} - set(dtypes or ())
+            if dtypes is not None and applies and odd:
+                found.append(f"no {', '.join(sorted(map(_dtype_name, odd)))} in the {where}")
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
             found.append("an input requires gradients, the Triton version has no backward")
         return found
@@ -89,11 +102,12 @@ class Op:
             forced, origin = os.environ.get(ENVIRONMENT) or None, f"the environment variable {ENVIRONMENT}"
         if forced is not None:
             if forced not in BACKENDS:
-                raise InputError(f"kernel backend ({origin})", got=forced, allowed=", ".join(BACKENDS), hint="leave it unset to let the tensors decide")
+                raise InputError(f"kernel backend ({origin})", got=forced, allowed=", ".join(BACKENDS),
+                                 hint="leave it unset to let the tensors decide")
             reasons = self.reasons(forced, tensors)
             if reasons:
-                raise BackendError(f"{self.name} on the {forced} backend, forced by {origin}", got="; ".join(reasons), allowed="a backend that can run",
-                                   hint=f"nbkit.kernels.explain({self.name!r}, ...) lists all of them")
+                raise BackendError(f"{self.name} on the {forced} backend, forced by {origin}, cannot run ({'; '.join(reasons)})",
+                                   hint=f"nbkit.kernels.explain({self.name!r}, ...) lists what can")
             return forced, origin
         on_cuda = bool(tensors) and all(tensor.device.type == "cuda" for tensor in tensors)
         if on_cuda and not self.reasons("triton", tensors):

@@ -1,4 +1,8 @@
-"""Per-segment top-k: which positions of a row survive when every segment has its own quota."""
+"""Per-segment top-k: which positions of a row survive when every segment has its own quota.
+
+The Triton version counts, for every position, the better ones of its segment: quadratic in the segment's length, no sort. It is checked in the
+Triton interpreter and compiled for sm_80 and sm_90; not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,14 @@ from functools import cache
 
 import torch
 
-from nbkit.kernels._registry import Example, Op, one_device, register, require, shape_of
+from nbkit.kernels._registry import Example, Op, Program, one_device, register, require, shape_of
 
 triton = tl = None  # bound by _triton_kernel on the first Triton call: importing this file must not import Triton
+_BLOCK = 64  # positions per Triton program
 
 
-def segment_topk(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tensor, *, backend: str | None = None, validate: bool = True) -> torch.Tensor:
+def segment_topk(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tensor, *, backend: str | None = None,
+                 validate: bool = True) -> torch.Tensor:
     """Mark the `quota[s]` highest scores of every segment s of every row.
 
     Ties go to the lower position, and -0.0 ties with 0.0. +inf is the best score. -inf is the worst one but still a candidate: it is kept
@@ -56,7 +62,7 @@ def _check_values(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tens
     if scores.numel():
         require(not bool(torch.isnan(scores).any()), "scores", got="NaN", allowed="numbers, +inf or -inf", hint="find the NaN before ranking")
         low, high = (int(value) for value in torch.aminmax(segment))
-        require(low >= -1 and high < quota.shape[-1], "segment", got=f"ids {low}..{high}", allowed=f"-1..{quota.shape[-1] - 1}, one quota for each id")
+        require(low >= -1 and high < quota.shape[-1], "segment", got=f"ids {low}..{high}", allowed=f"-1..{quota.shape[-1] - 1}, a quota for each")
     if quota.numel():
         require(int(quota.min()) >= 0, "quota", got=int(quota.min()), allowed=">= 0")
 
@@ -66,8 +72,10 @@ def _reference(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tensor)
     mask = torch.zeros(scores.shape, dtype=torch.bool)
     if not mask.numel():
         return mask.to(scores.device)
-    rows = (scores.double().reshape(-1, tokens).tolist(), segment.reshape(-1, tokens).tolist(), quota.reshape(mask.numel() // tokens, segments).tolist())
-    for out, row, ids, limits in zip(mask.view(-1, tokens), *rows, strict=True):
+    rows = mask.view(-1, tokens)
+    table = zip(rows, scores.double().reshape(rows.shape).tolist(), segment.reshape(rows.shape).tolist(),
+                quota.reshape(len(rows), segments).tolist(), strict=True)
+    for out, row, ids, limits in table:
         for wanted, limit in enumerate(limits):
             members = [position for position in range(tokens) if ids[position] == wanted]
             members.sort(key=lambda position: (-row[position], position))
@@ -80,26 +88,25 @@ def _torch(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tensor) -> 
     mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     if not mask.numel():
         return mask
-    order, sorted_segment = _order(scores.detach(), segment)
-    # Sorted by segment, a segment's survivors are the slots from its start to start + quota. Slot 0 of these tables is for id -1.
-    lengths = quota.new_zeros(*quota.shape[:-1], quota.shape[-1] + 1).scatter_add_(-1, segment + 1, torch.ones_like(segment))
-    limit = lengths.cumsum(-1) - lengths
-    limit[..., 1:] += quota.clamp(max=tokens)
-    slot = torch.arange(tokens, device=scores.device)
-    return mask.scatter_(-1, order, slot < limit.gather(-1, sorted_segment + 1))
+    order, sorted_slot = _order(scores.detach(), segment)
+    # Sorted by segment, a segment's survivors are the places from its start to start + quota; id -1 comes first, as slot 0 with nothing to keep.
+    slots = torch.arange(1, quota.shape[-1] + 1, device=scores.device).expand(quota.shape).contiguous()
+    limit = torch.searchsorted(sorted_slot, slots) + quota.clamp(max=tokens)
+    limit = torch.nn.functional.pad(limit, (1, 0))
+    return mask.scatter_(-1, order, torch.arange(tokens, device=scores.device) < limit.gather(-1, sorted_slot))
 
 
 def _order(scores: torch.Tensor, segment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions sorted by (segment, falling score, position), and the segments in that order."""
+    """Positions sorted by (segment, falling score, position), and 1 + the segments in that order."""
     if scores.dtype == torch.float64:
         by_score = scores.argsort(dim=-1, descending=True, stable=True)
-        sorted_segment, by_segment = segment.gather(-1, by_score).sort(dim=-1, stable=True)
-        return by_score.gather(-1, by_segment), sorted_segment
+        sorted_slot, by_segment = (segment.gather(-1, by_score) + 1).sort(dim=-1, stable=True)
+        return by_score.gather(-1, by_segment), sorted_slot
     # One int64 sort instead of two sorts: a float's bits order like an integer once the negative half is mirrored; adding 0.0 turns -0.0 into 0.0.
     bits = (scores.float() + 0.0).view(torch.int32)
     falling = torch.where(bits < 0, bits & 0x7FFFFFFF, ~bits)
-    key, order = ((segment << 32) + falling).sort(dim=-1, stable=True)
-    return order, (key + (1 << 31)) >> 32
+    key, order = (segment + 1).bitwise_left_shift_(32).add_(falling).sort(dim=-1, stable=True)
+    return order, key.add_(1 << 31).bitwise_right_shift_(32)
 
 
 @cache
@@ -152,10 +159,16 @@ def _triton(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tensor) ->
     column = torch.where(segment < 0, segments, segment)
     first = column.new_full((len(scores), segments + 1), tokens).scatter_reduce_(1, column, places, "amin")[:, :-1].contiguous()
     last = column.new_full((len(scores), segments + 1), -1).scatter_reduce_(1, column, places, "amax")[:, :-1].contiguous()
-    block = 64
-    _triton_kernel()[(len(scores), -(-tokens // block))](scores, segment, quota, first, last, mask, tokens, segments, *scores.stride(), *segment.stride(),
-                                                         *quota.stride(), BLOCK=block)
+    _triton_kernel()[(len(scores), -(-tokens // _BLOCK))](scores, segment, quota, first, last, mask, tokens, segments, *scores.stride(),
+                                                         *segment.stride(), *quota.stride(), BLOCK=_BLOCK)
     return mask
+
+
+def triton_programs() -> Iterator[Program]:
+    """The kernels with one typical signature each, for the compile check."""
+    for dtype in ("fp32", "bf16", "fp64"):
+        yield Program(_triton_kernel(), {"scores": f"*{dtype}", "segment": "*i64", "quota": "*i64", "first": "*i64", "last": "*i64", "mask": "*i1"},
+                      {"BLOCK": _BLOCK})
 
 
 def examples(generator: torch.Generator) -> Iterator[Example]:
@@ -165,8 +178,8 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
         if levels:
             scores = (scores * levels).round() / levels * torch.where(torch.rand(scores.shape, generator=generator) < 0.5, -1.0, 1.0)
         if edges and tokens:
-            special = torch.tensor([float("inf"), float("-inf"), 0.0, -0.0, 1e-42, -1e-42])
-            scores = torch.where(torch.rand(scores.shape, generator=generator) < 0.6, special[torch.randint(6, scores.shape, generator=generator)], scores)
+            special = torch.tensor([float("inf"), float("-inf"), 0.0, -0.0, 1e-42, -1e-42])[torch.randint(6, scores.shape, generator=generator)]
+            scores = torch.where(torch.rand(scores.shape, generator=generator) < 0.6, special, scores)
         segment = torch.randint(max(segments, 1), (*shape, tokens), generator=generator).sort(-1).values
         holes = torch.rand(segment.shape, generator=generator) < (0.2 if segments else 1.0)
         quota = torch.randint(0, 2 * max(1, tokens // max(segments, 1)) + 1, (*shape, segments), generator=generator)
@@ -193,6 +206,6 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
 
 OP = register(Op(
     name="segment_topk", summary="mask of the highest scores of each segment, by quota", call=segment_topk,
-    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=True,
+    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=True, triton_programs=triton_programs,
     batch_axes={"scores": 0, "segment": 0, "quota": 0}, head_axes={"scores": 1, "segment": 1, "quota": 1},
 ))

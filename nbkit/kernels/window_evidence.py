@@ -1,4 +1,8 @@
-"""Window evidence: how much attention the last queries pay to every cached key."""
+"""Window evidence: how much attention the last queries pay to every cached key.
+
+The Triton version makes two passes over the keys (log-sum-exp, then shares) and never holds (query_heads, window, tokens). It is checked in the
+Triton interpreter and compiled for sm_80 and sm_90; not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,14 @@ from functools import cache
 
 import torch
 
-from nbkit.kernels._registry import Example, Op, one_device, register, require, shape_of
+from nbkit.kernels._registry import Example, Op, Program, one_device, register, require, shape_of
 
 triton = tl = None  # bound by _triton_kernels on the first Triton call: importing this file must not import Triton
 
 # Logits held at once by the torch version: on a CPU a block that stays in the second-level cache, on a GPU one that fills it.
-_CPU_BLOCK, _CUDA_BLOCK = 2**18, 2**27
+_CPU_BLOCK, _CUDA_BLOCK = 2**17, 2**27
 _SPLIT = 1024  # keys per program of the first Triton pass
+_ROWS, _KEYS = 32, 64  # (query head, query) rows and keys per Triton block
 
 
 def window_evidence(queries: torch.Tensor, keys: torch.Tensor, scaling: float, query_positions: torch.Tensor | None = None,
@@ -22,7 +27,8 @@ def window_evidence(queries: torch.Tensor, keys: torch.Tensor, scaling: float, q
     """Mean attention of a window of queries to each key, over the window and the query heads that share a key head.
 
     A query sees the keys with key_position <= query_position that are valid; without positions it sees every valid key. A query that sees
-    nothing contributes 0, and an invisible key gets exactly 0 whatever its content (also NaN). NaN in a query or a visible key shows as NaN.
+    nothing contributes 0, and an invisible key gets exactly 0 whatever its content (also NaN). NaN in a query or in a key
+    that is seen makes the evidence of that key head NaN.
 
     Parameters
     ----------
@@ -48,7 +54,8 @@ def window_evidence(queries: torch.Tensor, keys: torch.Tensor, scaling: float, q
     >>> window_evidence(queries, keys, 0.5, torch.tensor([3]), torch.arange(5)).tolist()
     [[[0.25, 0.25, 0.25, 0.25, 0.0]]]
     """
-    require(queries.is_floating_point() and queries.dim() == 4, "queries", got=shape_of(queries), allowed="floating (batch, query_heads, window, head_dim)")
+    require(queries.is_floating_point() and queries.dim() == 4, "queries", got=shape_of(queries),
+            allowed="floating (batch, query_heads, window, head_dim)")
     batch, query_heads, window, dim = queries.shape
     require(keys.dtype == queries.dtype and keys.dim() == 4 and (keys.shape[0], keys.shape[3]) == (batch, dim), "keys", got=shape_of(keys),
             allowed=f"({batch}, kv_heads, tokens, {dim}) {str(queries.dtype).removeprefix('torch.')}, to fit queries {tuple(queries.shape)}")
@@ -105,15 +112,15 @@ def _torch(queries, keys, scaling, query_positions, key_positions, valid) -> tor
         return torch.zeros(batch, heads, tokens, dtype=dtype, device=keys.device)
     q = (queries.to(dtype) * scaling).reshape(pairs, group * window, dim)
     k = keys.reshape(pairs, tokens, dim)
-    hidden, first, dead = _masks(window, query_positions, key_positions, valid)
+    fills, dead = _masks(window, query_positions, key_positions, valid)
     limit = _CPU_BLOCK if keys.device.type == "cpu" else _CUDA_BLOCK
     step = max(1, limit // (group * window * tokens))
     blocks = []
     for start in range(0, pairs, step):
         part = slice(start, start + step)
         logits = torch.bmm(q[part], k[part].to(dtype).transpose(1, 2)).view(-1, group, window, tokens)
-        if hidden is not None:
-            logits[..., first:].masked_fill_(hidden[part, None], -math.inf)
+        for columns, hidden in fills:
+            logits[..., columns].masked_fill_(hidden[part, None], -math.inf)
         share = logits.softmax(-1)
         if dead is not None:
             share = share.masked_fill(dead[part, None, :, None], 0.0)
@@ -121,24 +128,33 @@ def _torch(queries, keys, scaling, query_positions, key_positions, valid) -> tor
     return torch.cat(blocks).view(batch, heads, tokens)
 
 
-def _masks(window, query_positions, key_positions, valid) -> tuple[torch.Tensor | None, int, torch.Tensor | None]:
-    """What to hide: (pairs, window or 1, columns) from column `first` on, and the queries that see nothing, (pairs, window) or None."""
-    hidden = None
+def _masks(window, query_positions, key_positions, valid) -> tuple[list[tuple[slice, torch.Tensor]], torch.Tensor | None]:
+    """What to hide, as (columns, (pairs, window or 1, columns)), and the queries that see nothing, (pairs, window), or None."""
+    fills, dead, padded = [], None, None
     if valid is not None:
-        hidden = ~valid.flatten(0, 1)[:, None]
+        padded = ~valid.flatten(0, 1)
+        columns = _span(padded)
+        fills.append((columns, padded[:, None, columns]))
+        dead = padded.all(-1, keepdim=True).expand(-1, window)
     if key_positions is not None:
-        future = key_positions.flatten(0, 1)[:, None] > query_positions[:, None].expand(-1, key_positions.shape[1], -1).flatten(0, 1)[..., None]
-        hidden = future if hidden is None else hidden | future
-    if hidden is None:
-        return None, 0, None
-    dead = hidden.all(-1).expand(-1, window)
-    if hidden.device.type != "cpu":
-        return hidden, 0, dead  # looking at the mask would wait for the device
-    columns = hidden.flatten(0, 1).any(0).nonzero()
-    if not len(columns):
-        return None, 0, None
-    first = int(columns[0])  # a causal mask hides only the newest columns: spare the rest the pass
-    return hidden[..., first:], first, dead if bool(dead.any()) else None
+        positions = key_positions.flatten(0, 1)
+        at = query_positions[:, None].expand(-1, key_positions.shape[1], -1).flatten(0, 1)
+        # A causal mask hides only keys newer than the oldest query: usually the last few columns.
+        columns = _span(positions > at.amin(-1, keepdim=True))
+        fills.append((columns, positions[:, None, columns] > at[..., None]))
+        oldest = positions if padded is None else positions.masked_fill(padded, torch.iinfo(torch.int64).max)
+        dead = oldest.amin(-1, keepdim=True) > at
+    if dead is not None and dead.device.type == "cpu" and not bool(dead.any()):
+        dead = None
+    return fills, dead
+
+
+def _span(marked: torch.Tensor) -> slice:
+    """The stretch of columns with a mark in any row; on a GPU all columns, because looking would wait for the device."""
+    if marked.device.type != "cpu":
+        return slice(0, marked.shape[-1])
+    columns = marked.any(0).nonzero()
+    return slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 0)
 
 
 @cache
@@ -189,8 +205,8 @@ def _triton_kernels():
         for base in range(0, SPLIT, KEYS):
             key_index = split.to(tl.int64) * SPLIT + base + tl.arange(0, KEYS)
             key_inside = key_index < tokens
-            logits = logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim, k_dim, dim,
-                                  scaling, ROWS, KEYS, DIM)
+            logits = logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim,
+                                  k_dim, dim, scaling, ROWS, KEYS, DIM)
             sees = visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, batch * kp_batch + head * kp_head, kp_token,
                                  batch * v_batch + head * v_head, v_token, CAUSAL, VALID)
             logits = tl.where(sees, logits, float("-inf"))
@@ -200,7 +216,8 @@ def _triton_kernels():
             total = total * tl.exp(best - shift) + tl.sum(tl.exp(logits - shift[:, None]), axis=1)
             best = higher
         place = (pair.to(tl.int64) * tl.num_programs(1) + split) * group * window + row
-        tl.store(partial + place, tl.where(best == float("-inf"), best, best + tl.log(total)), mask=row_inside)
+        # A row that saw nothing has best -inf and total 0: its normaliser is -inf.
+        tl.store(partial + place, best + tl.log(tl.where(total == 0.0, 1.0, total)), mask=row_inside)
 
     @triton.jit
     def accumulate(queries, keys, query_positions, key_positions, valid, normalisers, evidence, heads, group, window, tokens, dim, scaling,
@@ -218,8 +235,8 @@ def _triton_kernels():
             member, query = (row // window).to(tl.int64), (row % window).to(tl.int64)
             query_row = batch * q_batch + (head * group + member) * q_head + query * q_window
             query_position = tl.load(query_positions + batch * qp_batch + query * qp_window, mask=row_inside, other=0)
-            logits = logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim, k_dim, dim,
-                                  scaling, ROWS, KEYS, DIM)
+            logits = logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim,
+                                  k_dim, dim, scaling, ROWS, KEYS, DIM)
             sees = visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, batch * kp_batch + head * kp_head, kp_token,
                                  batch * v_batch + head * v_head, v_token, CAUSAL, VALID)
             normaliser_here = tl.load(normalisers + pair.to(tl.int64) * group * window + row, mask=row_inside, other=0.0)
@@ -228,7 +245,7 @@ def _triton_kernels():
             summed += tl.sum(shares, axis=0)
         tl.store(evidence + pair.to(tl.int64) * tokens + key_index, summed / (group * window), mask=key_inside)
 
-    return normaliser, accumulate, logits_block, visible_block
+    return normaliser, accumulate
 
 
 def _triton(queries, keys, scaling, query_positions, key_positions, valid) -> torch.Tensor:
@@ -240,8 +257,7 @@ def _triton(queries, keys, scaling, query_positions, key_positions, valid) -> to
         return evidence
     if not (group and window):
         return evidence.zero_()
-    global logits_block, visible_block
-    normaliser, accumulate, logits_block, visible_block = _triton_kernels()
+    normaliser, accumulate = _triton_kernels()
     causal, masked = query_positions is not None, valid is not None
     # Pointers that the kernel never reads still need a tensor.
     unused = evidence.new_zeros(1, dtype=torch.int64)
@@ -250,13 +266,25 @@ def _triton(queries, keys, scaling, query_positions, key_positions, valid) -> to
     tensors = (queries, keys, *positions, alive)
     strides = tuple(stride for tensor in tensors for stride in tensor.stride())
     sizes = (heads, group, window, tokens, dim, scaling)
-    shape = dict(CAUSAL=causal, VALID=masked, ROWS=32, KEYS=64, DIM=min(64, max(16, 1 << (dim - 1).bit_length())))
+    shape = {"CAUSAL": causal, "VALID": masked, "ROWS": _ROWS, "KEYS": _KEYS, "DIM": min(64, max(16, 1 << max(0, dim - 1).bit_length()))}
     splits = -(-tokens // _SPLIT)
     partial = torch.empty(pairs, splits, group * window, dtype=torch.float32, device=keys.device)
-    normaliser[(pairs, splits, -(-group * window // 32))](*tensors, partial, *sizes, *strides, SPLIT=_SPLIT, **shape)
+    normaliser[(pairs, splits, -(-group * window // _ROWS))](*tensors, partial, *sizes, *strides, SPLIT=_SPLIT, **shape)
     normalisers = partial.logsumexp(1) if splits > 1 else partial
-    accumulate[(pairs, -(-tokens // 64))](*tensors, normalisers, evidence, *sizes, *strides, **shape)
+    accumulate[(pairs, -(-tokens // _KEYS))](*tensors, normalisers, evidence, *sizes, *strides, **shape)
     return evidence
+
+
+def triton_programs() -> Iterator[Program]:
+    """The kernels with one typical signature each, for the compile check."""
+    for dtype in ("fp32", "fp16", "bf16"):
+        for masked in (False, True):
+            pointers = {"queries": f"*{dtype}", "keys": f"*{dtype}", "query_positions": "*i64", "key_positions": "*i64", "valid": "*i1",
+                        "scaling": "fp32"}
+            constants = {"CAUSAL": masked, "VALID": masked, "ROWS": _ROWS, "KEYS": _KEYS, "DIM": 64}
+            normaliser, accumulate = _triton_kernels()
+            yield Program(normaliser, pointers | {"partial": "*fp32"}, constants | {"SPLIT": _SPLIT})
+            yield Program(accumulate, pointers | {"normalisers": "*fp32", "evidence": "*fp32"}, constants)
 
 
 def plain(queries, keys, scaling, query_positions=None, key_positions=None, valid=None) -> torch.Tensor:
@@ -279,7 +307,8 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
     def example(name, batch, heads, group, window, tokens, dim, dtype=torch.float32, causal=True, padding=0.0, gap=3, spread=1.0):
         queries = torch.randn(batch, heads * group, window, dim, generator=generator) * spread
         keys = torch.randn(batch, heads, tokens, dim, generator=generator) * spread
-        args = {"queries": queries.to(dtype), "keys": keys.to(dtype), "scaling": max(dim, 1) ** -0.5, "query_positions": None, "key_positions": None, "valid": None}
+        args = {"queries": queries.to(dtype), "keys": keys.to(dtype), "scaling": dim**-0.5, "query_positions": None, "key_positions": None,
+                "valid": None}
         if causal:
             steps = torch.randint(1, gap + 1, (batch, heads, tokens), generator=generator)
             args["key_positions"] = steps.cumsum(-1) - 1
@@ -326,6 +355,7 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
 OP = register(Op(
     name="window_evidence", summary="mean attention of the last queries to every key", call=window_evidence,
     versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=False, plain=plain,
+    triton_programs=triton_programs,
     batch_axes={"queries": 0, "keys": 0, "key_positions": 0, "valid": 0}, head_axes={"queries": 1, "keys": 1, "key_positions": 1, "valid": 1},
-    triton_dtypes=(torch.float32, torch.float16, torch.bfloat16),
+    triton_dtypes=(torch.float32, torch.float16, torch.bfloat16), interpreter_dtypes=(torch.float32, torch.float16),
 ))
