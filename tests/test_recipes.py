@@ -1,0 +1,71 @@
+"""The registry of recipes: known outputs, resumed work, clear errors."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+import nbkit
+from nbkit import recipes
+from nbkit.errors import InputError, RunError
+from nbkit.recipes import RECIPES, Recipe
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    """A recipe of three steps that stops once in the middle."""
+    module = types.ModuleType("nbkit_counting_recipe")
+    done = []
+
+    def run(work_dir, out_dir, log):
+        state = work_dir / "step"
+        for step in range(int(state.read_text()) if state.exists() else 0, 3):
+            if step == 2 and len(done) == 2:
+                done.append("stopped")
+                raise KeyboardInterrupt
+            done.append(step)
+            state.write_text(str(step + 1))
+            log(f"step {step}")
+        (out_dir / "models").mkdir(exist_ok=True)
+        (out_dir / "models" / "count.json").write_text("3")
+
+    module.run = run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(RECIPES, "count", Recipe("count", "counts", ("models/count.json",), 0.1, f"{module.__name__}:run"))
+    return done
+
+
+def test_interrupted_recipe_goes_on(tmp_path, counting):
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        recipes.train("count", work=tmp_path / "work", out=tmp_path / "out", log=lines.append)
+    assert not (tmp_path / "out" / "models").exists()
+    made = recipes.train("count", work=tmp_path / "work", out=tmp_path / "out", log=lines.append)
+    # No step is done twice.
+    assert counting == [0, 1, "stopped", 2] and lines == ["step 0", "step 1", "step 2"]
+    assert made == [tmp_path / "out" / "models" / "count.json"] and made[0].read_text() == "3"
+
+
+def test_recipe_without_its_output_is_an_error(tmp_path, monkeypatch):
+    module = types.ModuleType("nbkit_empty_recipe")
+    module.run = lambda work_dir, out_dir, log: None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(RECIPES, "empty", Recipe("empty", "makes nothing", ("x.json",), 0.1, f"{module.__name__}:run"))
+    with pytest.raises(RunError, match=r"empty ended without .*x\.json"):
+        recipes.train("empty", work=tmp_path / "work", out=tmp_path / "out")
+
+
+def test_unknown_recipe():
+    with pytest.raises(InputError, match="allowed .*register-chain"):
+        recipes.get("nope")
+
+
+@pytest.mark.parametrize("recipe", list(RECIPES.values()), ids=list(RECIPES))
+def test_registered_recipes(recipe):
+    assert callable(recipe.load())
+    assert recipe.outputs and recipe.minutes > 0 and recipe.summary
+    # What the project ships is what the recipe says it makes.
+    for output in recipe.outputs:
+        assert nbkit.data_path(output).exists()
