@@ -122,12 +122,18 @@ def test_a_drag_is_debounced_and_followed():
 
     async def drag():
         before = len(compute.calls)
+        move(panel, keep=25)
+        assert len(compute.calls) == before, "nothing runs inside the message"
+        await asyncio.sleep(0.01)
+        assert compute.calls[before:] == [25], "a single change does not wait"
+        before += 1
         for keep in range(30, 36):  # faster than the debounce time
             move(panel, keep=keep)
         move(panel, scale=10.0)  # a second control in the same burst keeps the first one's value
-        assert len(compute.calls) == before, "nothing runs inside the burst"
+        assert len(compute.calls) == before
         await asyncio.sleep(0.3)
-        assert compute.calls[before:] == [35] and panel.params["scale"] == 10.0
+        assert compute.calls[before:] == [35], "a burst is drawn once"
+        assert panel.params["scale"] == 10.0
         stop = time.perf_counter() + 0.04 * PATIENCE * 3
         keep = 40
         while time.perf_counter() < stop:  # a drag without a rest

@@ -104,9 +104,24 @@ function render({ model, el }) {
   sync(); words(); scheme();
   model.on("change:indices", sync); model.on("change:exact", sync);
   model.on("change:summary", words); model.on("change:status", words); model.on("change:error", words);
+  // A figure drawn before its cell has a width keeps a default one; plotly looks again when the window is resized.
+  let tried = "";
+  const fit = new ResizeObserver(() => {
+    const plot = el.closest(".nbkit-panel")?.querySelector(".js-plotly-plot");
+    const drawn = plot?.querySelector(".main-svg")?.clientWidth;
+    if (!drawn || Math.abs(drawn - plot.clientWidth) < 3 || tried === drawn + "/" + plot.clientWidth) return;
+    tried = drawn + "/" + plot.clientWidth;
+    requestAnimationFrame(() => window.dispatchEvent(new Event("resize")));
+  });
+  const attach = (tries) => {
+    const panel = el.closest(".nbkit-panel");
+    if (panel) fit.observe(panel);
+    else if (tries > 0) setTimeout(attach, 100, tries - 1);
+  };
+  attach(50);
   const watch = new MutationObserver(scheme);
   watch.observe(document.body, { attributes: true, attributeFilter: ["data-jp-theme-light", "class"] });
-  return () => { watch.disconnect(); model.off("change:indices", sync); model.off("change:exact", sync);
+  return () => { watch.disconnect(); fit.disconnect(); model.off("change:indices", sync); model.off("change:exact", sync);
     model.off("change:summary", words); model.off("change:status", words); model.off("change:error", words); };
 }
 export default { render };
@@ -125,7 +140,7 @@ _STYLE = """
 .nbkit-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(230px, 100%), 1fr)); gap: 6px 26px; align-items: end; }
 .nbkit-control { display: grid; grid-template-columns: 1fr auto; column-gap: 8px; align-items: center; min-width: 0; }
 .nbkit-label { overflow-wrap: anywhere; color: var(--soft); }
-.nbkit-value { font-variant-numeric: tabular-nums; font-weight: 600; white-space: nowrap; }
+.nbkit-value { grid-area: 1 / 2; font-variant-numeric: tabular-nums; font-weight: 600; white-space: nowrap; }
 .nbkit-slider input { grid-column: 1 / -1; width: 100%; margin: 0; height: 22px; appearance: none; background: transparent; cursor: pointer; }
 .nbkit-slider input::-webkit-slider-runnable-track { height: 6px; border-radius: 3px;
   background: linear-gradient(to right, var(--accent) var(--fill, 0%), var(--line) var(--fill, 0%)); }
@@ -139,7 +154,11 @@ _STYLE = """
 .nbkit-toggle { grid-template-columns: auto 1fr; min-height: 28px; align-self: end; }
 .nbkit-toggle label { order: 2; }
 .nbkit-toggle input { width: 18px; height: 18px; margin: 0; accent-color: var(--accent); }
-.nbkit-bar :is(input, select, button):focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; border-radius: 6px; }
+.nbkit-slider input:focus-visible { outline: none; }
+.nbkit-slider input:focus-visible::-webkit-slider-thumb { box-shadow: 0 0 0 2px var(--field), 0 0 0 5px var(--accent); }
+.nbkit-slider input:focus-visible::-moz-range-thumb { box-shadow: 0 0 0 2px var(--field), 0 0 0 5px var(--accent); }
+.nbkit-slider:focus-within .nbkit-label { color: var(--ink); text-decoration: underline; text-underline-offset: 3px; }
+.nbkit-bar :is(select, button, input[type=checkbox]):focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; border-radius: 6px; }
 .nbkit-foot { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 16px; margin-top: 8px; padding-top: 6px; border-top: 1px solid var(--line); }
 .nbkit-summary { flex: 1 1 320px; min-height: 1.35em; }
 .nbkit-status { color: var(--soft); font-variant-numeric: tabular-nums; white-space: nowrap; }

@@ -17,6 +17,7 @@ import concurrent.futures
 import html
 import inspect
 import json
+import math
 import os
 import random
 import time
@@ -33,7 +34,7 @@ from nbkit.widgets.controls import Control
 MAY_BE_EMPTY = "may be empty"
 MAX_STEPS = 50
 # A drag sends changes faster than `debounce`; after this many debounce times the picture follows anyway.
-PATIENCE = 3
+PATIENCE = 2
 PLOT_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d", "autoScale2d"]}
 
 _DATA_KEYS = ("x", "y", "z", "r", "theta", "values", "a", "b", "c")
@@ -47,7 +48,7 @@ class Panel:
     compute: params -> mapping of arrays, lists and numbers. draw: result -> plotly figure. preview: a cheap compute shown while
     a control of `slow` (all of them by default) moves; the exact compute then runs in a thread once the value has rested, so it
     must not touch shared state. alt: one sentence that says what the figure shows, or a function from the result to it.
-    debounce: seconds of rest before an update. vary: the control that moves in the exported page.
+    debounce: a change after a rest is drawn at once, one that follows within this many seconds waits for a rest. vary: the control that moves in the exported page.
 
     Raises: InputError when controls and the arguments of compute do not fit.
 
@@ -88,6 +89,7 @@ class Panel:
         # Requests are numbered; whatever finishes for an older number than the newest is dropped.
         self._sequence = 0
         self._waiting_since: float | None = None
+        self._asked_at = -math.inf
         self._timer: asyncio.TimerHandle | None = None
         self._preview_due = False
         self._thread: concurrent.futures.ThreadPoolExecutor | None = None
@@ -119,6 +121,11 @@ class Panel:
     def alt(self) -> str:
         """The sentence that describes the shown figure."""
         return self._sentence(self.result)
+
+    def draw(self, **params: Any) -> Any:
+        """A new figure of a setting (the shown one, with `params` changed), beside the panel; the shown state stays."""
+        setting = self._params | {name: self._known(name).check(value, name) for name, value in params.items()}
+        return self._draw(_mapping(self._compute(**setting)))
 
     def set(self, **params: Any) -> Panel:
         """Change some parameters and update at once; returns the panel.
@@ -398,12 +405,16 @@ class Panel:
             self._update(params)
             return
         now = loop.time()
+        rested = now - self._asked_at > self._debounce
+        self._asked_at = now
         self._waiting_since = now if since is None else since
         delay = self._debounce
         if self._preview is not None and moved & self._slow:
             if not self._preview_due:
                 self._preview_due = True
                 loop.call_soon(self._show_preview)
+        elif rested and since is None:
+            delay = 0.0
         else:
             delay = max(0.0, min(delay, self._waiting_since + PATIENCE * self._debounce - now))
         self._timer = loop.call_later(delay, self._rested, sequence, params, loop)
