@@ -53,7 +53,8 @@ class Provenance:
     files: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
-        parts = [self.origin, *([f"revision {self.revision[:12]}"] if self.revision else []), self.licence, readable_bytes(self.bytes)]
+        revision = self.revision[:12] if self.revision and re.fullmatch(r"[0-9a-f]{40}", self.revision) else self.revision
+        parts = [self.origin, *([revision] if revision else []), self.licence, readable_bytes(self.bytes)]
         return "Provenance: " + " | ".join([*parts, f"sha256 {self.sha256[:12]}", f"from {self.loaded_from}"])
 
     def _repr_html_(self) -> str:
@@ -234,8 +235,8 @@ def parse_json(raw: bytes, what: str) -> Any:
         raise InputError(what, got=f"{type(error).__name__}: {error}", allowed="JSON text in UTF-8") from error
 
 
-def read_card(folder: Path, *, hint: str) -> dict[str, Any]:
-    """Read and check the card of a folder, then every file it lists; nothing else may lie in the folder.
+def read_card(folder: Path, *, hint: str, only: str | None = None) -> dict[str, Any]:
+    """Read and check the card of a folder, then every file it lists (or just ``only``); nothing else may lie in the folder.
 
     Raises: MissingResourceError without a card or with a listed file gone; InputError for a malformed card or a path that leaves the
     folder; HashMismatchError for a file that differs from the card or is not on it.
@@ -255,7 +256,8 @@ def read_card(folder: Path, *, hint: str) -> dict[str, Any]:
             raise InputError(f"entry {name} in the card of {folder.name}", got=entry, allowed='{"sha256": "...", "bytes": ...}')
         if not file.is_file():
             raise MissingResourceError(f"file {name} of {folder.name}", got="no such file", allowed=str(file), hint=hint)
-        check_sha256(file, entry["sha256"], size=entry["bytes"], hint=hint)
+        if only in {None, name}:
+            check_sha256(file, entry["sha256"], size=entry["bytes"], hint=hint)
     extra = sorted(p.name for p in folder.iterdir() if p.name not in {*files, CARD} and not p.name.startswith("."))
     if extra:
         got = f"files that are not on its card: {', '.join(extra)}"
