@@ -138,7 +138,9 @@ def _execute(paths: Sequence[Path], preset: Any, timeout: float) -> list[str]:
     from nbkit.notebooks import execute
 
     out = nbkit.build_path("executed")
-    out.mkdir(parents=True, exist_ok=True)
+    # A copy that stopped half-way is kept for reading, but where no page is made of it and no later command takes it for done.
+    aside = out / "failed"
+    aside.mkdir(parents=True, exist_ok=True)
     for name, value in ONE_THREAD.items():
         os.environ.setdefault(name, value)
     width = max((len(path.stem) for path in paths), default=8)
@@ -151,12 +153,15 @@ def _execute(paths: Sequence[Path], preset: Any, timeout: float) -> list[str]:
             record = execute(path, out / path.name, preset=preset.name, timeout=timeout)
         except Exception as error:  # one broken notebook must not hide the state of the others
             failed.append(path.stem)
+            if (out / path.name).is_file():
+                (out / path.name).replace(aside / path.name)
             print(f"✗ {path.stem:<{width}}  {time.perf_counter() - start:7.1f}  failed", flush=True)
             # An error of the cell is told whole by its message; any other needs the place it came from.
             told = isinstance(error, NbkitError) or type(error).__module__.startswith("nbclient")
             text = str(error) if told else traceback.format_exc()
             print(_plain(text), file=sys.stderr, flush=True)
         else:
+            (aside / path.name).unlink(missing_ok=True)
             print(f"✓ {path.stem:<{width}}  {record.seconds:7.1f}  {record.peak_mb:7.0f}  {record.cells:5d}", flush=True)
     return failed
 

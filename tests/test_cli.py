@@ -28,11 +28,12 @@ def project(tmp_path, monkeypatch):
     (root / "pyproject.toml").write_text("", encoding="utf-8")
     monkeypatch.setenv("NBKIT_BUILD", str(root / "build"))
     monkeypatch.setattr(nbkit, "project_path", lambda *parts: root.joinpath(*parts))
-    calls = []
+    calls, repaired = [], []
 
     def execute(path, out, *, preset, timeout):
         calls.append((path.stem, preset, timeout))
-        if path.stem == "broken":
+        if path.stem == "broken" and not repaired:
+            out.write_text("half", encoding="utf-8")
             raise RunError("cell measure", got="\x1b[31mZeroDivisionError\x1b[0m: division by zero")
         out.write_text("{}", encoding="utf-8")
         return RECORD
@@ -53,7 +54,7 @@ def project(tmp_path, monkeypatch):
         module = types.ModuleType(name)
         vars(module).update(members)
         monkeypatch.setitem(sys.modules, name, module)
-    return types.SimpleNamespace(root=root, calls=calls)
+    return types.SimpleNamespace(root=root, calls=calls, repaired=repaired)
 
 
 def test_run_goes_on_after_a_failure_and_fails(project, capsys):
@@ -68,6 +69,17 @@ def test_run_goes_on_after_a_failure_and_fails(project, capsys):
     # The cell's error is shown once, without terminal colours, and without our own stack.
     assert err.count("ZeroDivisionError: division by zero") == 1 and "\x1b" not in err and "Traceback" not in err
     assert "failed: broken" in err
+
+
+def test_half_executed_copy_is_set_aside_until_the_notebook_works(project):
+    executed = project.root / "build" / "executed"
+    assert main(["run", "broken"]) == 1
+    assert not (executed / "broken.ipynb").exists() and (executed / "failed" / "broken.ipynb").read_text() == "half"
+    # `site` does not take it for done.
+    assert main(["site"]) == 1 and project.calls[-4][0] == "broken"
+    project.repaired.append(True)
+    assert main(["site"]) == 0
+    assert (executed / "broken.ipynb").is_file() and not (executed / "failed" / "broken.ipynb").exists()
 
 
 def test_run_of_good_notebooks_succeeds(project, capsys):

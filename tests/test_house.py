@@ -214,7 +214,8 @@ def test_every_import_is_declared(path):
 
 
 def test_test_imports_are_declared():
-    ours = {path.stem for path in (ROOT / "tests").glob("*.py")}
+    tests = [*(ROOT / "tests").rglob("*.py"), *(path for path in (ROOT / "tests").iterdir() if path.is_dir())]
+    ours = {normal(path.stem) for path in tests}
     allowed = RUNTIME | EXTRAS["test"] | EXTRAS["cluster"] | {"packaging"} | ours
     assert {path.name: missing for path in (ROOT / "tests").rglob("*.py") if (missing := undeclared(path.read_text(encoding="utf-8"), allowed))} == {}
 
