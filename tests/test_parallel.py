@@ -162,6 +162,21 @@ def test_killed_worker_process_keeps_results_and_resumes(tmp_path):
     assert sorted(runs(tmp_path)) == [0, 1, 2, 3, 4, 5]  # nothing ran twice
 
 
+def test_pool_that_breaks_while_items_are_handed_over():
+    class Fragile(concurrent.futures.ThreadPoolExecutor):
+        left = 2
+
+        def submit(self, *args):
+            self.left -= 1
+            if self.left < 0:
+                raise concurrent.futures.BrokenExecutor("gone")
+            return super().submit(*args)
+
+    with Fragile(1) as pool, pytest.raises(RunError, match="a worker process died.*2 of 4 results kept") as caught:
+        parallel.map(square, range(4), executor=pool, progress=False)
+    assert caught.value.results == [0, 1, None, None]
+
+
 # Resuming
 
 
