@@ -48,8 +48,10 @@ class Op:
     versions: backend name -> function of the same positional arguments.
     examples: `(generator) -> iterator of Example`, CPU tensors; the contract suite runs every one on every backend.
     exact: True when backends must agree bit for bit (selection, copies); False puts them under the 2x rule against float64.
-    plain: for inexact operations: the shortest torch expression, whose float32 error is the yardstick of the 2x rule.
-    batch_axes, head_axes: argument name -> axis, for the batch and head-permutation contracts; the result has them at 0 and 1.
+    plain: for inexact operations: short torch expressions whose float32 error is the yardstick of the 2x rule.
+    batch_axes, head_axes: argument name -> axis, for the batch and head-permutation contracts; the result has them at 0 and 1. A negative
+        axis is absent from tensors with fewer dimensions.
+    gradients: names of the arguments for which the torch version is differentiable.
     triton_programs: the Triton kernels with their signatures, for a compile check without a GPU.
     triton_dtypes: floating dtypes that the Triton version takes; None = every dtype.
     interpreter_dtypes: the same in the Triton interpreter, which lacks bfloat16 arithmetic.
@@ -61,9 +63,10 @@ class Op:
     versions: Mapping[str, Callable]
     examples: Callable[[torch.Generator], Iterator[Example]]
     exact: bool
-    plain: Callable | None = None
+    plain: tuple[Callable, ...] = ()
     batch_axes: Mapping[str, int] = field(default_factory=dict)
     head_axes: Mapping[str, int] = field(default_factory=dict)
+    gradients: tuple[str, ...] = ()
     triton_programs: Callable[[], Iterator[Program]] | None = None
     triton_dtypes: tuple[torch.dtype, ...] | None = None
     interpreter_dtypes: tuple[torch.dtype, ...] | None = None
@@ -176,12 +179,12 @@ def get(op: str) -> Op:
 def explain(op: str, *args: Any, backend: str | None = None) -> Explanation:
     """A table of what would run for these arguments and why the other backends would not.
 
-    >>> print(explain("segment_topk", torch.zeros(1, 4), backend="reference"))
+    >>> print(explain("segment_topk", torch.zeros(1, 4), backend="reference"))  # doctest: +ELLIPSIS
     nbkit.kernels.segment_topk
       backend    state       why
       reference  runs        the argument backend=
       torch      can run     vectorised torch, the CPU path
-      triton     cannot run  tensors are on cpu, Triton needs cuda (or TRITON_INTERPRET=1, set before the first call)
+      triton     cannot run  ...tensors are on cpu, Triton needs cuda (or TRITON_INTERPRET=1, set before the first call)
     """
     entry, tensors = get(op), tensors_in(args)
     try:

@@ -71,7 +71,7 @@ def _torch(many: tuple[torch.Tensor, ...], index: torch.Tensor) -> tuple[torch.T
     batch, heads, kept = index.shape
     tokens = many[0].shape[2]
     head = torch.arange(batch * heads, device=index.device).view(batch, heads, 1)
-    flat = (head * tokens + index).view(-1)
+    flat = (head * tokens + index).flatten()
     out = []
     for part in many:
         # Copying whole rows of a flat view is several times faster on a CPU than torch.gather, which moves single numbers.
@@ -155,6 +155,7 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
 
 OP = register(Op(
     name="gather_rows", summary="contiguous copy of the kept rows of every head", call=gather_rows,
-    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=True, triton_programs=triton_programs,
+    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=True,
+    gradients=("x",), triton_programs=triton_programs,
     batch_axes={"x": 0, "index": 0}, head_axes={"x": 1, "index": 1},
 ))

@@ -91,7 +91,7 @@ def _torch(scores: torch.Tensor, segment: torch.Tensor, quota: torch.Tensor) -> 
     order, sorted_slot = _order(scores.detach(), segment)
     # Sorted by segment, a segment's survivors are the places from its start to start + quota; id -1 comes first, as slot 0 with nothing to keep.
     slots = torch.arange(1, quota.shape[-1] + 1, device=scores.device).expand(quota.shape).contiguous()
-    limit = torch.searchsorted(sorted_slot, slots) + quota.clamp(max=tokens)
+    limit = torch.searchsorted(sorted_slot.contiguous(), slots) + quota.clamp(max=tokens)
     limit = torch.nn.functional.pad(limit, (1, 0))
     return mask.scatter_(-1, order, torch.arange(tokens, device=scores.device) < limit.gather(-1, sorted_slot))
 

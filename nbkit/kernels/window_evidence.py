@@ -14,7 +14,7 @@ import torch
 
 from nbkit.kernels._registry import Example, Op, Program, one_device, register, require, shape_of
 
-triton = tl = None  # bound by _triton_kernels on the first Triton call: importing this file must not import Triton
+triton = tl = _logits_block = _visible_block = None  # bound by _triton_kernels on the first Triton call: importing this file must not import Triton
 
 # Logits held at once by the torch version: on a CPU a block that stays in the second-level cache, on a GPU one that fills it.
 _CPU_BLOCK, _CUDA_BLOCK = 2**17, 2**27
@@ -159,13 +159,14 @@ def _span(marked: torch.Tensor) -> slice:
 
 @cache
 def _triton_kernels():
-    global triton, tl
+    # Module names, not closures: the interpreter runs a kernel's text with the module's names only.
+    global triton, tl, _logits_block, _visible_block
     import triton
     import triton.language as tl
 
     @triton.jit
-    def logits_block(queries, keys, query_row, key_row, query_inside, key_inside, query_step, key_step, dim, scaling,
-                     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr):
+    def _logits_block(queries, keys, query_row, key_row, query_inside, key_inside, query_step, key_step, dim, scaling,
+                      ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr):
         # query_row, key_row: element offsets of the rows; dim runs in chunks, so any head size fits.
         total = tl.zeros([ROWS, KEYS], dtype=tl.float32)
         for base in range(0, dim, DIM):
@@ -176,8 +177,8 @@ def _triton_kernels():
         return total * scaling
 
     @triton.jit
-    def visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, position_base, position_step, valid_base, valid_step,
-                      CAUSAL: tl.constexpr, VALID: tl.constexpr):
+    def _visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, position_base, position_step, valid_base, valid_step,
+                       CAUSAL: tl.constexpr, VALID: tl.constexpr):
         sees = row_inside[:, None] & key_inside[None, :]
         if CAUSAL:
             key_position = tl.load(key_positions + position_base + key_index * position_step, mask=key_inside, other=0)
@@ -202,13 +203,14 @@ def _triton_kernels():
         query_position = tl.load(query_positions + batch * qp_batch + query * qp_window, mask=row_inside, other=0)
         best = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         total = tl.zeros([ROWS], dtype=tl.float32)
-        for base in range(0, SPLIT, KEYS):
-            key_index = split.to(tl.int64) * SPLIT + base + tl.arange(0, KEYS)
+        begin = split.to(tl.int64) * SPLIT
+        for base in range(begin, tl.minimum(begin + SPLIT, tokens), KEYS):
+            key_index = base + tl.arange(0, KEYS)
             key_inside = key_index < tokens
-            logits = logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim,
-                                  k_dim, dim, scaling, ROWS, KEYS, DIM)
-            sees = visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, batch * kp_batch + head * kp_head, kp_token,
-                                 batch * v_batch + head * v_head, v_token, CAUSAL, VALID)
+            logits = _logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim,
+                                   k_dim, dim, scaling, ROWS, KEYS, DIM)
+            sees = _visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, batch * kp_batch + head * kp_head,
+                                  kp_token, batch * v_batch + head * v_head, v_token, CAUSAL, VALID)
             logits = tl.where(sees, logits, float("-inf"))
             higher = tl.maximum(best, tl.max(logits, axis=1))
             # While a row has seen nothing its maximum is -inf; 0 in its place keeps the exponents at exp(-inf) = 0 instead of NaN.
@@ -235,10 +237,10 @@ def _triton_kernels():
             member, query = (row // window).to(tl.int64), (row % window).to(tl.int64)
             query_row = batch * q_batch + (head * group + member) * q_head + query * q_window
             query_position = tl.load(query_positions + batch * qp_batch + query * qp_window, mask=row_inside, other=0)
-            logits = logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim,
-                                  k_dim, dim, scaling, ROWS, KEYS, DIM)
-            sees = visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, batch * kp_batch + head * kp_head, kp_token,
-                                 batch * v_batch + head * v_head, v_token, CAUSAL, VALID)
+            logits = _logits_block(queries, keys, query_row, batch * k_batch + head * k_head + key_index * k_token, row_inside, key_inside, q_dim,
+                                   k_dim, dim, scaling, ROWS, KEYS, DIM)
+            sees = _visible_block(row_inside, query_position, key_positions, valid, key_index, key_inside, batch * kp_batch + head * kp_head,
+                                  kp_token, batch * v_batch + head * v_head, v_token, CAUSAL, VALID)
             normaliser_here = tl.load(normalisers + pair.to(tl.int64) * group * window + row, mask=row_inside, other=0.0)
             # A row that sees nothing has normaliser -inf, but then no key is visible to it either.
             shares = tl.exp(tl.where(sees, logits - normaliser_here[:, None], float("-inf")))
@@ -277,14 +279,12 @@ def _triton(queries, keys, scaling, query_positions, key_positions, valid) -> to
 
 def triton_programs() -> Iterator[Program]:
     """The kernels with one typical signature each, for the compile check."""
-    for dtype in ("fp32", "fp16", "bf16"):
-        for masked in (False, True):
-            pointers = {"queries": f"*{dtype}", "keys": f"*{dtype}", "query_positions": "*i64", "key_positions": "*i64", "valid": "*i1",
-                        "scaling": "fp32"}
-            constants = {"CAUSAL": masked, "VALID": masked, "ROWS": _ROWS, "KEYS": _KEYS, "DIM": 64}
-            normaliser, accumulate = _triton_kernels()
-            yield Program(normaliser, pointers | {"partial": "*fp32"}, constants | {"SPLIT": _SPLIT})
-            yield Program(accumulate, pointers | {"normalisers": "*fp32", "evidence": "*fp32"}, constants)
+    for dtype, masked in (("fp32", True), ("bf16", True), ("fp16", False)):
+        pointers = {"queries": f"*{dtype}", "keys": f"*{dtype}", "query_positions": "*i64", "key_positions": "*i64", "valid": "*i1", "scaling": "fp32"}
+        constants = {"CAUSAL": masked, "VALID": masked, "ROWS": _ROWS, "KEYS": _KEYS, "DIM": 64}
+        normaliser, accumulate = _triton_kernels()
+        yield Program(normaliser, pointers | {"partial": "*fp32"}, constants | {"SPLIT": _SPLIT})
+        yield Program(accumulate, pointers | {"normalisers": "*fp32", "evidence": "*fp32"}, constants)
 
 
 def plain(queries, keys, scaling, query_positions=None, key_positions=None, valid=None) -> torch.Tensor:
@@ -300,6 +300,11 @@ def plain(queries, keys, scaling, query_positions=None, key_positions=None, vali
     logits = queries @ keys.repeat_interleave(query_heads // heads, 1).transpose(-1, -2) * scaling
     share = torch.where(sees.any(-1, keepdim=True), logits.masked_fill(~sees, -math.inf).softmax(-1), 0.0)
     return share.view(batch, heads, -1, tokens).mean(2) if share.numel() else share.new_zeros(batch, heads, tokens)
+
+
+def _plain_reordered(queries, keys, scaling, *masks, **named) -> torch.Tensor:
+    """The plain expression with the head dimension summed backwards, after scaling."""
+    return plain(queries.flip(-1) * scaling, keys.flip(-1), 1.0, *masks, **named)
 
 
 def examples(generator: torch.Generator) -> Iterator[Example]:
@@ -340,9 +345,9 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
     yield Example(unsorted.name, unsorted.args | {"key_positions": unsorted.args["key_positions"][:1, :1, order]})
     rows = example("query positions by sequence", 3, 1, 2, 4, 21, 8)
     yield Example(rows.name, rows.args | {"query_positions": rows.args["query_positions"][None] - 5 * torch.arange(3)[:, None]})
-    yield example("wide head", 1, 1, 2, 3, 20, 130)
-    yield example("several stretches of keys", 1, 1, 1, 4, 2 * _SPLIT + 7, 4)
-    yield example("window 256", 1, 1, 2, 256, 300, 8)
+    yield example("wide head", 2, 2, 2, 3, 40, 130)
+    yield example("several stretches of keys", 1, 1, 1, 4, _SPLIT + 7, 4)
+    yield example("window 256", 1, 1, 1, 256, 70, 8)
     yield example("float16", 1, 2, 2, 5, 45, 24, dtype=torch.float16)
     yield example("bfloat16", 1, 2, 2, 5, 45, 24, dtype=torch.bfloat16)
     yield example("float64", 1, 2, 2, 5, 45, 24, dtype=torch.float64)
@@ -354,8 +359,9 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
 
 OP = register(Op(
     name="window_evidence", summary="mean attention of the last queries to every key", call=window_evidence,
-    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=False, plain=plain,
-    triton_programs=triton_programs,
-    batch_axes={"queries": 0, "keys": 0, "key_positions": 0, "valid": 0}, head_axes={"queries": 1, "keys": 1, "key_positions": 1, "valid": 1},
+    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=False, plain=(plain, _plain_reordered),
+    gradients=("queries", "keys"), triton_programs=triton_programs,
+    batch_axes={"queries": 0, "keys": 0, "query_positions": -2, "key_positions": -3, "valid": -3},
+    head_axes={"queries": 1, "keys": 1, "key_positions": -2, "valid": -2},
     triton_dtypes=(torch.float32, torch.float16, torch.bfloat16), interpreter_dtypes=(torch.float32, torch.float16),
 ))
