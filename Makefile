@@ -59,10 +59,10 @@ lint: $(VENV)/.ready-test
 
 # Browser checks come second and alone: they measure latency, which a busy core would spoil. Both always run; either can fail.
 test: $(VENV)/.ready-test
-	@rm -rf build/tests
+	@rm -rf build/test
 	@status=0; \
 	$(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not browser" --phase main || status=1; \
-	$(VENV)/bin/python -m pytest -m browser --phase browser || status=1; \
+	$(VENV)/bin/python -m pytest -m browser --phase browser tests || status=1; \
 	exit $$status
 
 clean:

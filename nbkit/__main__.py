@@ -54,7 +54,6 @@ def _parser() -> argparse.ArgumentParser:
     site.add_argument("--out", type=Path, default=None, help="folder to write (default: build/site)")
     train = command(_train, "make a file under data/ again from its recipe; without a name, list the recipes")
     train.add_argument("recipe", nargs="?", metavar="NAME")
-    train.add_argument("--out", type=Path, default=None, help="folder to write instead of the project's data folder")
     claims = command(_claims, "write the table of claims in README.md from build/claims")
     claims.add_argument("--check", action="store_true", help="compare only; fails when a verdict differs")
     claims.add_argument("--refresh", action="store_true", help="rewrite the numbers even where no verdict changed")
@@ -202,7 +201,7 @@ def _train(options: argparse.Namespace) -> int:
         for recipe in recipes.RECIPES.values():
             print(f"{recipe.name}: {recipe.summary}\n  writes {', '.join(recipe.outputs)}; about {recipe.minutes:g} minutes on two cores")
         return 0
-    made = recipes.train(options.recipe, out=options.out)
+    made = recipes.train(options.recipe)
     print("\n".join(f"made {path}" for path in made))
     return 0
 

@@ -151,9 +151,9 @@ def test_lint_reports_style_and_notebooks(project, capsys, monkeypatch):
 
 def test_train_lists_and_refuses(capsys):
     assert main(["train"]) == 0
-    assert "register-chain" in capsys.readouterr().out
+    assert "lookup-chain" in capsys.readouterr().out
     assert main(["train", "nope"]) == 1
-    assert "register-chain" in capsys.readouterr().err
+    assert "lookup-chain" in capsys.readouterr().err
 
 
 def test_interrupt_is_no_traceback(monkeypatch, capsys):
@@ -163,7 +163,7 @@ def test_interrupt_is_no_traceback(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recipes, "train", stop)
-    assert main(["train", "register-chain"]) == 130
+    assert main(["train", "lookup-chain"]) == 130
     assert "what was finished is kept" in capsys.readouterr().err
 
 
@@ -176,7 +176,7 @@ def test_doctor_status(monkeypatch, capsys):
 
 def test_python_dash_m():
     done = subprocess.run([sys.executable, "-m", "nbkit", "train"], check=False, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (0, "") and "register-chain" in done.stdout
+    assert (done.returncode, done.stderr) == (0, "") and "lookup-chain" in done.stdout
     wrong = subprocess.run([sys.executable, "-m", "nbkit", "nonsense"], check=False, capture_output=True, text=True, timeout=60)
     assert wrong.returncode == 2 and "invalid choice" in wrong.stderr
 

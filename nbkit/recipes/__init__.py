@@ -37,11 +37,23 @@ RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
     for recipe in (
         Recipe(
-            name="register-chain",
-            summary="a small Llama that updates registers line by line, for pass@1 under a cache budget",
-            outputs=("models/register-chain",),
-            minutes=60,
-            run="nbkit.recipes.register_chain:run",
+            "lookup-chain", "a small Llama that walks a long chain of table lookups, for pass@1 under a cache budget",
+            ("models/lookup-chain",), 60, "nbkit.recipes.lookup_chain:run",
+        ),
+        Recipe(
+            "ams-chain", "pass@1 of that model by policy, scorer and budget", ("recordings/ams-chain",), 60, "nbkit.recipes.ams_chain:run",
+        ),
+        Recipe(
+            "ams-text", "loss of SmolLM2-135M on held-out prose by policy, scorer and budget", ("recordings/ams-text",), 60,
+            "nbkit.recipes.ams_text:run_text",
+        ),
+        Recipe(
+            "ams-needles", "facts that SmolLM2-135M finds again in a long text by policy, scorer and budget", ("recordings/ams-needles",), 60,
+            "nbkit.recipes.ams_text:run_needles",
+        ),
+        Recipe(
+            "ams-loops", "repetition in what SmolLM2-135M writes with a full and a compacted cache", ("recordings/ams-loops",), 60,
+            "nbkit.recipes.ams_text:run_loops",
         ),
     )
 }
@@ -52,24 +64,25 @@ def get(name: str) -> Recipe:
 
     Raises: InputError with the known names.
 
-    >>> get("register-chain").outputs
-    ('models/register-chain',)
+    >>> get("lookup-chain").outputs
+    ('models/lookup-chain',)
     """
     if name not in RECIPES:
         raise InputError("recipe", got=name, allowed=", ".join(sorted(RECIPES)), hint="python -m nbkit train lists them")
     return RECIPES[name]
 
 
-def train(name: str, *, work: Path | None = None, out: Path | None = None, log: Callable[[str], None] = print) -> list[Path]:
+def train(name: str, *, work: Path | None = None, log: Callable[[str], None] = print) -> list[Path]:
     """Run one recipe and return the files and folders it made; a stopped one goes on from ``work``.
 
-    ``work`` defaults to ``build/recipes/NAME``, ``out`` to the project's data folder.
+    ``work`` defaults to ``build/recipes/NAME``. Files go to the project's data folder; NBKIT_DATA names another one.
 
-    Raises: InputError for an unknown name; MissingResourceError without a data folder to write to; RunError when the recipe ends without its outputs.
+    Raises: InputError for an unknown name; MissingResourceError without a data folder; RunError when the recipe ends without its outputs.
     """
     recipe = get(name)
     work_dir = work or nbkit.build_path("recipes", name)
-    out_dir = out or nbkit.data_root() or nbkit.data_path()
+    # Called with no folder at all, data_path says how to get one.
+    out_dir = nbkit.data_root() or nbkit.data_path()
     work_dir.mkdir(parents=True, exist_ok=True)
     out_dir.mkdir(parents=True, exist_ok=True)
     recipe.load()(work_dir, out_dir, log)
