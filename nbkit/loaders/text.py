@@ -289,7 +289,7 @@ class _Prose:
         file, origin = Path(topics.__file__), "python/pydoc_data/topics.py"
         for topic, text in sorted(topics.topics.items()):
             if topic not in _NOT_PROSE:
-                yield from _raw(f"topics/{topic}", _dedent(text), file, origin, blank_lines=1, min_chars=MIN_CHARS["prose"])
+                yield from _raw(f"topics/{topic}", _without_examples(_dedent(text)), file, origin, blank_lines=1, min_chars=MIN_CHARS["prose"])
 
 
 class _Code:
