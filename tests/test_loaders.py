@@ -35,7 +35,7 @@ from nbkit.loaders import (
 )
 from nbkit.loaders import provenance as prov
 
-CARD = {"summary": "a test", "licence": "MIT", "recipe": "register-chain", "seed": 7, "metrics": {"pass": 0.5}}
+CARD = {"summary": "a test", "licence": "MIT", "recipe": "lookup-chain", "seed": 7, "metrics": {"pass": 0.5}}
 COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 
@@ -77,7 +77,7 @@ def tiny():
 
 @pytest.fixture
 def saved(tiny):
-    return save_model(tiny, "register-chain", CARD)
+    return save_model(tiny, "lookup-chain", CARD)
 
 
 def logits(model):
@@ -97,7 +97,7 @@ def recard(folder: Path, **changes):
 
 
 def test_saved_model_comes_back_exactly(saved, tiny):
-    loaded = load_model("register-chain")
+    loaded = load_model("lookup-chain")
     model, tokenizer = loaded
     assert tokenizer is None and not model.training and model.config._attn_implementation == "sdpa"
     assert (logits(model) == logits(tiny)).all()
@@ -107,7 +107,7 @@ def test_saved_model_comes_back_exactly(saved, tiny):
     p = loaded.provenance
     assert (p.licence, p.revision, p.loaded_from, p.sha256) == ("MIT", "seed 7", "project data", prov.card_sha256(card))
     assert json.loads(json.dumps(p.as_dict()))["bytes"] == p.bytes == prov.card_bytes(card)
-    assert sorted(path.name for path in saved.parent.iterdir()) == ["register-chain"]
+    assert sorted(path.name for path in saved.parent.iterdir()) == ["lookup-chain"]
 
 
 def test_an_unregistered_project_model_is_found_by_its_card(tiny):
@@ -122,7 +122,7 @@ def test_loading_is_silent_and_restores_the_settings_of_transformers(saved, capf
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
     assert before[1]
-    load_model("register-chain")
+    load_model("lookup-chain")
     assert (logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE) == before
     assert capfd.readouterr() == ("", "")
 
@@ -136,15 +136,15 @@ def test_a_failed_save_keeps_the_old_model_and_leaves_nothing_behind(saved, tiny
 
     monkeypatch.setattr(type(tiny), "save_pretrained", broken)
     with pytest.raises(OSError, match="disk full"):
-        save_model(tiny, "register-chain", CARD)
-    assert (saved / "card.json").read_bytes() == before and [p.name for p in saved.parent.iterdir()] == ["register-chain"]
-    load_model("register-chain")
+        save_model(tiny, "lookup-chain", CARD)
+    assert (saved / "card.json").read_bytes() == before and [p.name for p in saved.parent.iterdir()] == ["lookup-chain"]
+    load_model("lookup-chain")
 
 
 def test_saving_again_replaces_the_whole_folder(saved, tiny):
-    save_model(tiny, "register-chain", {**CARD, "seed": 8})
-    assert load_model("register-chain").provenance.revision == "seed 8"
-    assert [p.name for p in saved.parent.iterdir()] == ["register-chain"]
+    save_model(tiny, "lookup-chain", {**CARD, "seed": 8})
+    assert load_model("lookup-chain").provenance.revision == "seed 8"
+    assert [p.name for p in saved.parent.iterdir()] == ["lookup-chain"]
 
 
 @pytest.mark.parametrize("lacking", ["summary", "licence", "recipe", "seed", "metrics"])
@@ -176,8 +176,8 @@ def test_a_module_of_our_own_joins_by_one_entry(monkeypatch):
 
 
 def test_a_missing_project_model_names_its_recipe():
-    with pytest.raises(MissingResourceError, match="python -m nbkit train register-chain"):
-        load_model("register-chain")
+    with pytest.raises(MissingResourceError, match="python -m nbkit train lookup-chain"):
+        load_model("lookup-chain")
 
 
 def test_one_changed_byte_is_refused(saved):
@@ -186,29 +186,29 @@ def test_one_changed_byte_is_refused(saved):
     raw[-1] ^= 1
     file.write_bytes(raw)
     with pytest.raises(HashMismatchError, match="sha256 of model.safetensors"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 def test_a_truncated_file_is_refused_by_its_size(saved):
     file = saved / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(HashMismatchError, match="size of model.safetensors"):
-        load_model("register-chain")
+        load_model("lookup-chain")
     recard(saved)
     with pytest.raises(HashMismatchError, match="damaged"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 def test_a_file_that_is_not_on_the_card_is_refused(saved):
     (saved / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(HashMismatchError, match="pytorch_model.bin"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 def test_a_listed_file_that_is_gone_is_named(saved):
     (saved / "generation_config.json").unlink()
     with pytest.raises(MissingResourceError, match="generation_config.json"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 @pytest.mark.parametrize("name", ["../outside.txt", "/etc/hostname", "..", "a/b", "a\\b"])
@@ -218,7 +218,7 @@ def test_a_card_cannot_reach_outside_its_folder(saved, name):
     card["files"][name] = {"sha256": "0" * 64, "bytes": 1}
     (saved / "card.json").write_text(json.dumps(card))
     with pytest.raises(InputError, match="inside the folder"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
@@ -226,7 +226,7 @@ def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
     file.rename(tmp_path / "model.safetensors")
     file.symlink_to(tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="inside the folder"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_link_out_of_the_folder_is_refused(saved, tmp_path):
 def test_a_malformed_card_is_an_input_error(saved, card):
     (saved / "card.json").write_text(card)
     with pytest.raises(InputError):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 def test_a_tensor_that_is_missing_is_never_filled_with_random_numbers(saved):
@@ -247,7 +247,7 @@ def test_a_tensor_that_is_missing_is_never_filled_with_random_numbers(saved):
     save_file(state, saved / "model.safetensors", metadata={"format": "pt"})
     recard(saved)
     with pytest.raises(HashMismatchError, match=re.escape(name)):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 # Names, folders, the hub
@@ -285,10 +285,10 @@ def test_a_folder_of_ones_own(tiny, tmp_path):
 def test_the_environment_variable_comes_before_the_project(saved, tiny, tmp_path, monkeypatch):
     tiny.save_pretrained(tmp_path / "mine")
     monkeypatch.setenv("NBKIT_MODEL_REGISTER_CHAIN", str(tmp_path / "mine"))
-    assert load_model("register-chain").provenance.loaded_from == "environment"
+    assert load_model("lookup-chain").provenance.loaded_from == "environment"
     monkeypatch.setenv("NBKIT_MODEL_REGISTER_CHAIN", str(tmp_path / "absent"))
     with pytest.raises(MissingResourceError, match="absent"):
-        load_model("register-chain")
+        load_model("lookup-chain")
 
 
 def test_pickled_weights_are_never_opened(tiny, tmp_path):
@@ -384,14 +384,14 @@ def test_the_hub_is_asked_only_when_allowed(tiny, tmp_path, monkeypatch, environ
 def test_device_and_dtype(saved):
     import torch
 
-    assert next(load_model("register-chain", dtype="bfloat16").model.parameters()).dtype is torch.bfloat16
-    assert next(load_model("register-chain", dtype=torch.float64).model.parameters()).dtype is torch.float64
+    assert next(load_model("lookup-chain", dtype="bfloat16").model.parameters()).dtype is torch.bfloat16
+    assert next(load_model("lookup-chain", dtype=torch.float64).model.parameters()).dtype is torch.float64
     for bad in ("int8", torch.int64, "half-ish"):
         with pytest.raises(InputError, match="dtype"):
-            load_model("register-chain", dtype=bad)
+            load_model("lookup-chain", dtype=bad)
     for bad in ("no-such-device", "xpu:99"):
         with pytest.raises(InputError, match="device"):
-            load_model("register-chain", device=bad)
+            load_model("lookup-chain", device=bad)
 
 
 # A package's GGUF file and the cache made from it
@@ -624,7 +624,7 @@ def test_json_recordings_come_back_compressed_or_not():
     assert [p.name for p in sorted(save_recording("large", large, CARD).iterdir())] == ["card.json", "data.json.gz"]
     assert load_recording("small").data == small and load_recording("large").data == large
     recording = load_recording("large")
-    assert recording.card["recipe"] == "register-chain" and recording.provenance.licence == "MIT"
+    assert recording.card["recipe"] == "lookup-chain" and recording.provenance.licence == "MIT"
 
 
 def test_arrays_come_back_with_their_dtypes():
@@ -726,7 +726,7 @@ def test_a_damaged_recording_is_an_input_error(file, raw):
 def test_a_changed_recording_is_refused_and_its_recipe_named():
     folder = save_recording("r", {"a": 1}, CARD)
     (folder / "data.json").write_text('{"a":2}')
-    with pytest.raises(HashMismatchError, match="python -m nbkit train register-chain"):
+    with pytest.raises(HashMismatchError, match="python -m nbkit train lookup-chain"):
         load_recording("r")
 
 

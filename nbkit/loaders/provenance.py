@@ -111,8 +111,8 @@ def check_sha256(path: Path, want: str, *, size: int | None = None, hint: str) -
 def check_name(name: Any, what: str) -> str:
     """The name of an entry of the project's data, refused if it could leave its folder.
 
-    >>> check_name("register-chain", "model")
-    'register-chain'
+    >>> check_name("lookup-chain", "model")
+    'lookup-chain'
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise InputError(f"name of a {what}", got=name, allowed="lower-case letters, digits, '-', '_' and inner dots, without slashes")

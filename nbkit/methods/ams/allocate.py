@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -125,13 +126,15 @@ def _split(start: Tensor, longest: int, *, even: bool) -> Tensor:
 def _merge(start: Tensor, shortest: int, *, last_left: bool) -> Tensor:
     """Join every piece shorter than ``shortest`` with its right neighbour; a short last piece joins to the left if asked."""
     piece = _from_starts(start)
-    lengths = piece.lengths
-    filled = torch.zeros(lengths.shape[:-1], dtype=torch.long, device=start.device)
-    closes = torch.zeros_like(lengths, dtype=torch.bool)
-    for s in range(lengths.shape[-1]):
-        filled = filled + lengths[..., s]
-        closes[..., s] = (filled >= shortest) & (lengths[..., s] > 0)
-        filled = torch.where(closes[..., s], 0, filled)
+    # A running sum that resets is sequential; small integer arrays are quickest outside of torch.
+    lengths = np.moveaxis(piece.lengths.cpu().numpy(), -1, 0)
+    filled = np.zeros(lengths.shape[1:], dtype=np.int64)
+    closed = np.empty(lengths.shape, dtype=bool)
+    for s, length in enumerate(lengths):
+        filled += length
+        closed[s] = (filled >= shortest) & (length > 0)
+        filled[closed[s]] = 0
+    closes = torch.from_numpy(np.ascontiguousarray(np.moveaxis(closed, 0, -1))).to(start.device)
     group = closes.long().cumsum(-1) - closes.long()
     if last_left:
         group = torch.minimum(group, (closes.sum(-1, keepdim=True) - 1).clamp_min(0))
@@ -176,7 +179,7 @@ def segments(mass: Tensor, segment_mass: float = 0.1, seg_len: tuple[int, int] =
     start = torch.zeros(mass.shape, dtype=torch.bool, device=mass.device)
     if slots > 1 and cuts > 0:
         # A hair below the target, so that rounding in the running sum cannot move a cut that falls exactly on a slot.
-        targets = torch.arange(1, cuts + 1, device=mass.device) * segment_mass * (1 - 1e-12)
+        targets = torch.arange(1, cuts + 1, dtype=torch.float64, device=mass.device) * segment_mass * (1 - 1e-12)
         where = torch.searchsorted(running, (running[..., -1:] * targets).contiguous()).clamp(1, slots - 1)
         start.scatter_(-1, where, True)
     start[..., 0] = True

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import deepcopy
 from dataclasses import dataclass, field
 
 import torch
@@ -94,6 +95,12 @@ class CompactedLayer(DynamicLayer):
                 "CompactedCache", got="a forward pass outside of its policy's attach()",
                 hint="with policy.attach(model): model.generate(**inputs, cache=cache)",
             )
+        if session.layer is not None:
+            session.layer = None
+            raise UnsupportedModelError(
+                "model", got="attention that does not go through transformers' attention interface", allowed="models that do",
+                hint="use a DynamicCache",
+            )
         self.seen += key_states.shape[-2]
         out = super().update(key_states, value_states)
         session.layer = self
@@ -105,6 +112,8 @@ class CompactedLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Slots visible to the next queries, and the offset that makes their index equal their position."""
+        if query_length == 0:
+            raise InputError("prompt", got="0 tokens", allowed="at least one token")
         return self.slots + query_length, self.seen - self.slots
 
     def reset(self) -> None:
@@ -215,8 +224,8 @@ class CompactedCache(Cache):
             if not layer.slots:
                 continue
             physical += layer.keys.nbytes + layer.values.nbytes
-            share = 1.0 if layer.alive is None else layer.alive.float().mean().item()
-            logical += round((layer.keys.nbytes + layer.values.nbytes) * share)
+            alive, held = layer.alive, layer.keys.nbytes + layer.values.nbytes
+            logical += held if alive is None else held // alive.numel() * int(alive.sum())
             extra = [layer.kept_positions, layer.valid, layer.credit, *layer.queries]
             other += sum(t.nbytes for t in extra if t is not None)
         return {"logical": logical, "physical": physical, "bookkeeping": other}
@@ -252,7 +261,9 @@ class CompactedCache(Cache):
         for number, layer in enumerate(layers):
             window = layer.window(rotary, policy.seed * 1_000_003 + self._count * 1009 + number)
             positions, alive = layer.positions, layer.alive
-            score = policy.score(layer.keys, layer.values, window, positions)
+            # Padding stands in the future, so that no query's attention reaches it.
+            visible = positions if alive is None else positions.masked_fill(~alive, torch.iinfo(torch.int64).max)
+            score = policy.score(layer.keys, layer.values, window, visible)
             scores.append(score if alive is None else score.masked_fill(~alive, -torch.inf))
             if policy.needs_evidence:
                 last = window.last(min(policy.window, before - 1))
@@ -293,7 +304,7 @@ def _compacting_attention(module, query, key, value, attention_mask, scaling=Non
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     session.layer = None
     new = query.shape[2]
-    if given is not None and layer.seen == new and not bool((given[..., -1, :] if given.dtype == torch.bool else given[..., -1, :] == 0).all()):
+    if given is not None and not bool((given[..., -1, :] if given.dtype == torch.bool else given[..., -1, :] == 0).all()):
         raise InputError(
             "attention_mask", got="a padded batch", allowed="prompts of equal length",
             hint="generate row by row or group prompts by length: a padded row would spend its budget on padding",
@@ -310,6 +321,8 @@ def _find_rotary(model):
     for name, module in model.named_modules():
         if name.rsplit(".", 1)[-1] == "rotary_emb" and hasattr(module, "inv_freq"):
             probe = torch.zeros(1, dtype=torch.float32, device=module.inv_freq.device)
+            # A copy: some rotary modules re-tune themselves to the longest position they are asked about.
+            module = deepcopy(module)
 
             def rotary(positions: Tensor, module=module, probe=probe):
                 cos, sin = module(probe, positions[None])

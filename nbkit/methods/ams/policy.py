@@ -118,6 +118,7 @@ class SegmentedPolicy:
         if not 0 <= self.head_floor <= 1:
             raise InputError("head_floor", got=self.head_floor, allowed="[0, 1]")
         allocate.segments(torch.ones(1), self.segment_mass, self.seg_len)
+        allocate.pool(torch.ones(1), self.pool)
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float | str):
             raise InputError("keep", got=self.keep, allowed="tokens (int), share (float in (0, 1]) or bytes ('512 KiB')")
         if isinstance(self.keep, int) and self.keep <= self.sinks:

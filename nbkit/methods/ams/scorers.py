@@ -114,7 +114,9 @@ def expected_attention(keys, values, queries, positions, *, horizon: int = 512, 
         raise UnsupportedModelError("scorer", got="expected_attention on a model without rotary embedding", hint="use snapkv")
     batch, kv_heads, slots, dim = keys.shape
     cos, sin = (t.float() for t in queries.rotary(queries.positions))
-    plain = _rotate(queries.states.float(), cos, -sin)
+    # Some models scale their rotary tables (YaRN): the inverse has to undo that too.
+    size = cos.square() + sin.square()
+    plain = _rotate(queries.states.float(), cos / size, -sin / size)
     ahead = queries.positions[-1] + torch.arange(1, horizon + 1, device=keys.device)
     mean_cos, mean_sin = (t.float().mean(0) for t in queries.rotary(ahead))
     future = _rotate(plain, mean_cos, mean_sin).reshape(batch, kv_heads, -1, plain.shape[2], dim)
@@ -146,8 +148,8 @@ def rkv(keys, values, queries, positions, *, window: int = 8, kernel: int = 7, m
     cosine = unit @ unit.transpose(-1, -2)
     cosine.diagonal(dim1=-2, dim2=-1).zero_()
     index = torch.arange(old.shape[2], device=keys.device)
-    latest = torch.where(cosine > alike, index, 0).max(-1).values
-    cosine.scatter_(-1, latest.unsqueeze(-1), 0.0)
+    latest = torch.where(cosine > alike, index, -1).amax(-1, keepdim=True)
+    cosine = cosine.masked_fill(index == latest, 0.0)
     redundancy = torch.softmax(cosine.mean(2), -1)
     score = mix * attention - (1 - mix) * redundancy
     return F.pad(score, (0, window), value=float(score.max()) + 1.0)

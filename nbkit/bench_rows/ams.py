@@ -1,0 +1,160 @@
+"""Bench rows of ams: what an event costs beside the decoding it serves, and what it saves."""
+
+from __future__ import annotations
+
+import functools
+import os
+import statistics
+
+from nbkit import bench
+from nbkit.errors import MissingResourceError
+
+PROMPT, KEEP, INTERVAL = 1024, 128, 64
+
+
+@functools.lru_cache(maxsize=1)
+def _setting():
+    """SmolLM2-135M and 1,024 tokens of held-out prose; skipped where the weights are not installed."""
+    import torch
+
+    import nbkit
+
+    loaded = nbkit.load_model("smollm2-135m")
+    text = nbkit.load_text("prose", split="held-out", n=1, tokens=PROMPT, tokenizer=loaded.tokenizer)
+    return loaded.model, torch.tensor(text[0].ids)[None]
+
+
+def _policy(**changes):
+    from nbkit.methods.ams import SegmentedPolicy
+
+    return SegmentedPolicy(**({"scorer": "tova", "keep": KEEP, "interval": INTERVAL} | changes))
+
+
+def _filled(policy):
+    """A cache after prefill and one interval of decoding, just before its event (interval set beyond reach)."""
+    import torch
+
+    from nbkit.methods.ams import CompactedCache
+
+    model, ids = _setting()
+    cache = CompactedCache(model.config, policy, record="none")
+    with torch.inference_mode(), policy.attach(model):
+        model(ids[:, :-INTERVAL], cache=cache)
+        model(ids[:, -INTERVAL:], cache=cache)
+    return model, cache
+
+
+def _selection_share() -> bench.Measured:
+    """Selection, without the gather, at the steady size keep + interval, as a percentage of the decoding steps of one interval."""
+    import torch
+
+    from nbkit.methods.ams import CompactedCache, record_pass, replay
+
+    model, ids = _setting()
+    policy = _policy()
+    recording = record_pass(model, ids[0, : KEEP + 2 * INTERVAL])
+    layers = len(recording.keys)
+    # replay() runs the very code of an event layer by layer; the cache itself selects for all layers in one call, so this is an upper bound.
+    one_layer = statistics.median(bench.seconds(lambda: replay(recording, policy, 0, prefill=KEEP), repeat=9))
+    events = len(replay(recording, policy, 0, prefill=KEEP))
+    cache = CompactedCache(model.config, policy, record="none")
+    with torch.inference_mode(), policy.attach(model):
+        model(ids[:, :KEEP], cache=cache)
+        step = statistics.median(bench.seconds(lambda: model(ids[:, :1], cache=cache), repeat=INTERVAL // 2, warmup=2))
+    return bench.Measured(100 * (one_layer / events * layers) / (step * INTERVAL), n=9)
+
+
+def _selection_is_exact() -> None:
+    """The same slots as the reference kernels give."""
+    import torch
+
+    from nbkit.methods.ams import record_pass, replay
+
+    model, ids = _setting()
+    recording = record_pass(model, ids[0, :320])
+    fast = replay(recording, _policy(), 3)
+    before = os.environ.get("NBKIT_KERNELS")
+    os.environ["NBKIT_KERNELS"] = "reference"
+    try:
+        slow = replay(recording, _policy(), 3)
+    finally:
+        os.environ.pop("NBKIT_KERNELS")
+        if before is not None:
+            os.environ["NBKIT_KERNELS"] = before
+    assert len(fast) == len(slow) > 1
+    same = statistics.mean(float((a.kept == b.kept).all(-1).float().mean()) for a, b in zip(fast, slow, strict=True))
+    # float32 against float64 scores may swap near-ties; anything more is a defect.
+    assert same > 0.9, f"only {same:.0%} of the head-events agree with the reference kernels"
+    assert all(torch.equal(a.kept, a.kept.sort(-1).values) for a in fast)
+
+
+def _bytes_share() -> bench.Measured:
+    """Key and value bytes after 1,024 tokens, as a percentage of the full cache."""
+    model, cache = _filled(_policy())
+    config = model.config
+    full = PROMPT * 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 4
+    return bench.Measured(100 * cache.nbytes["physical"] / full, 100.0)
+
+
+def _bytes_are_exact() -> None:
+    model, cache = _filled(_policy())
+    assert cache.nbytes["physical"] == KEEP * 2 * model.config.num_hidden_layers * model.config.num_key_value_heads * model.config.head_dim * 4
+    assert cache.nbytes["logical"] == cache.nbytes["physical"]
+
+
+def _gather_against_mask() -> bench.Measured:
+    """One decoding step on the gathered cache against one on the full cache with a mask over the same entries."""
+    import torch
+    from transformers import DynamicCache
+
+    model, ids = _setting()
+    policy = _policy(interval=10**9)
+    with torch.inference_mode():
+        short = DynamicCache(config=model.config)
+        model(ids[:, :KEEP], cache=short)
+        full = DynamicCache(config=model.config)
+        model(ids, cache=full)
+        mask = torch.zeros(1, 1, 1, PROMPT + 4096, dtype=torch.bool)
+        mask[..., :KEEP] = True
+        token = ids[:, :1]
+
+        def gathered():
+            model(token, cache=short, position_ids=torch.tensor([[PROMPT]]))
+            short.crop(-1)
+
+        def masked():
+            model(token, cache=full, attention_mask=mask[..., : PROMPT + 1])
+            full.crop(-1)
+
+        return bench.compare(gathered, masked, repeat=25, warmup=3)
+
+
+def _gather_equals_mask() -> None:
+    """Both caches hold the first entries: the same logits."""
+    import torch
+    from transformers import DynamicCache
+
+    model, ids = _setting()
+    with torch.inference_mode():
+        short, full = DynamicCache(config=model.config), DynamicCache(config=model.config)
+        model(ids[:, :KEEP], cache=short)
+        model(ids, cache=full)
+        mask = torch.zeros(1, 1, 1, PROMPT + 1, dtype=torch.bool)
+        mask[..., :KEEP] = True
+        mask[..., -1] = True
+        a = model(ids[:, :1], cache=short, position_ids=torch.tensor([[PROMPT]])).logits
+        b = model(ids[:, :1], cache=full, attention_mask=mask, position_ids=torch.tensor([[PROMPT]])).logits
+    assert torch.allclose(a, b, atol=1e-3), f"largest difference {float((a - b).abs().max()):.2g}"
+
+
+def _kvpress() -> bench.Measured:
+    raise MissingResourceError(
+        "kvpress", got="not run", hint="it pins an older transformers: give a Python that has it in NBKIT_KVPRESS_PYTHON; see README, Bench"
+    )
+
+
+ROWS = (
+    bench.Row("ams: selection per event", "% of decoding", "the decoding steps of one interval", _selection_share, _selection_is_exact, goal=5.0),
+    bench.Row("ams: bytes held at 1,024 tokens", "% of full", "full cache", _bytes_share, _bytes_are_exact),
+    bench.Row("ams: decoding step, gathered cache", "ms", "masked full cache, same entries", _gather_against_mask, _gather_equals_mask),
+)
