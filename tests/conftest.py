@@ -97,9 +97,12 @@ def summary(counts: dict, phase: str | None) -> list[str]:
 
 
 def _notebooks(build: Path) -> str:
-    known = sorted(path.name for path in (ROOT / "notebooks").glob("*.ipynb"))
-    done = [name for name in known if (build / "executed" / name).is_file()]
-    return f"notebooks executed: {len(done)} of {len(known)}" + (f" ({', '.join(Path(name).stem for name in done)})" if done else "")
+    """Notebooks of the project that this run executed, with the time and memory that the notebook checks wrote down."""
+    known = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb"))
+    path = build / "notebooks.json"
+    records = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    done = [f"{name} {records[name]['seconds']:.0f} s {records[name]['peak_mb']:.0f} MB" for name in known if name in records]
+    return f"notebooks executed: {len(done)} of {len(known)}" + (f" ({', '.join(done)})" if done else "")
 
 
 def _claims(build: Path) -> str:

@@ -400,3 +400,35 @@ def test_licence_and_readme_agree():
 
 def test_version_is_the_same_everywhere():
     assert nbkit.__version__ == PROJECT["version"]
+
+
+# The closing summary.
+
+
+def test_summary_adds_up_the_phases(tmp_path, monkeypatch):
+    import conftest
+
+    monkeypatch.setenv("NBKIT_BUILD", str(tmp_path))
+    monkeypatch.setattr(conftest, "ROOT", tmp_path)
+    (tmp_path / "notebooks").mkdir()
+    for name in ("ams", "index"):
+        (tmp_path / "notebooks" / f"{name}.ipynb").write_text("{}", encoding="utf-8")
+    counts = {"passed": 7, "failed": 0, "skipped": 1, "seconds": 60.0}
+    assert conftest.summary(counts, "main")[1:] == [
+        "tests: 7 passed, 0 failed, 1 skipped", "time: 1.0 min (main 60 s)", "notebooks executed: 0 of 2", "claims: none recorded in this run",
+        "browser latency: not measured",
+    ]
+    (tmp_path / "notebooks.json").write_text(json.dumps({"ams": {"seconds": 41.2, "peak_mb": 900.4}}), encoding="utf-8")
+    (tmp_path / "browser").mkdir()
+    (tmp_path / "browser" / "latency.json").write_text(json.dumps({"ams p50": 80.4, "ams p95": 141.0}), encoding="utf-8")
+    claims = nbkit.Claims("ams", ids=["C1"])
+    claims.skip("C1", statement="s", paper="p", reason="needs a GPU")
+    claims.card()
+    # A record that a test of the claims left behind is no paper.
+    other = nbkit.Claims("sample", ids=["C1"])
+    other.skip("C1", statement="s", paper="p", reason="r")
+    other.card()
+    assert conftest.summary({"passed": 2, "failed": 1, "skipped": 0, "seconds": 30.0}, "browser")[1:] == [
+        "tests: 9 passed, 1 failed, 1 skipped", "time: 1.5 min (browser 30 s, main 60 s)", "notebooks executed: 1 of 2 (ams 41 s 900 MB)",
+        "claims: 0 reproduced, 0 partly, 0 not reproduced at this scale, 1 not testable here", "browser latency: ams p50 80 ms, ams p95 141 ms",
+    ]
