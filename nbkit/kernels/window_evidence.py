@@ -280,7 +280,8 @@ def _triton(queries, keys, scaling, query_positions, key_positions, valid) -> to
 def triton_programs() -> Iterator[Program]:
     """The kernels with one typical signature each, for the compile check."""
     for dtype, masked in (("fp32", True), ("bf16", True), ("fp16", False)):
-        pointers = {"queries": f"*{dtype}", "keys": f"*{dtype}", "query_positions": "*i64", "key_positions": "*i64", "valid": "*i1", "scaling": "fp32"}
+        pointers = {"queries": f"*{dtype}", "keys": f"*{dtype}", "query_positions": "*i64", "key_positions": "*i64", "valid": "*i1",
+                    "scaling": "fp32"}
         constants = {"CAUSAL": masked, "VALID": masked, "ROWS": _ROWS, "KEYS": _KEYS, "DIM": 64}
         normaliser, accumulate = _triton_kernels()
         yield Program(normaliser, pointers | {"partial": "*fp32"}, constants | {"SPLIT": _SPLIT})
@@ -332,6 +333,9 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
     nothing = example("nothing visible", 1, 2, 2, 4, 9, 8, padding=0.5)
     nothing.args["valid"].fill_(False)
     yield nothing
+    late = example("first block of keys hidden", 1, 2, 1, 3, 100, 8, padding=0.2)
+    late.args["valid"][..., :70] = False
+    yield late
     early = example("queries before every key", 1, 1, 2, 3, 9, 8)
     yield Example(early.name, early.args | {"query_positions": torch.tensor([-3, -2, -1])})
     yield example("peaked", 1, 2, 2, 8, 50, 32, spread=6.0)
