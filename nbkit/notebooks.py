@@ -392,7 +392,8 @@ def execute(path: str | Path, out: str | Path, preset: str = "demo", timeout: fl
 
         @property
         def kernel_spec(self) -> KernelSpec:
-            return KernelSpec(**(get_kernel_dict() | {"argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], "name": "python3"}))
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            return KernelSpec(**(get_kernel_dict() | {"argv": argv, "name": "python3"}))
 
     started: dict[int, float] = {}
     seconds: dict[int, float] = {}
@@ -434,10 +435,9 @@ def execute(path: str | Path, out: str | Path, preset: str = "demo", timeout: fl
         timer.cancel()
         nbformat.write(book, out)
     slowest = max(seconds, key=seconds.get, default=None)
-    return Record(
-        path.stem, round(time.perf_counter() - begin, 2), round(watch.peak_mb, 1), len(seconds), "" if slowest is None else book.cells[slowest].get("id", ""),
-        0.0 if slowest is None else round(seconds[slowest], 2), preset,
-    )
+    name = "" if slowest is None else book.cells[slowest].get("id", "")
+    took, longest = round(time.perf_counter() - begin, 2), round(seconds.get(slowest, 0.0), 2)
+    return Record(path.stem, took, round(watch.peak_mb, 1), len(seconds), name, longest, preset)
 
 
 def _kernel_pid(client: Any) -> int | None:

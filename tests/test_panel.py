@@ -247,7 +247,8 @@ def test_bad_controls_are_refused(bad):
 
 
 def test_control_grids_hold_their_ends_and_default():
-    for control in [controls.integer(0, 100, 37, 10), controls.number(0, 1, 0.333, 0.05), controls.log_integer(1, 5000, 777), controls.log_number(1e-3, 7, 0.2)]:
+    for control in [controls.integer(0, 100, 37, 10), controls.number(0, 1, 0.333, 0.05), controls.log_integer(1, 5000, 777),
+                    controls.log_number(1e-3, 7, 0.2)]:
         assert control.values == tuple(sorted(set(control.values))) and control.value in control.values
         steps = control.steps(7)
         assert len(steps) <= 7 and steps[0] == control.values[0] and steps[-1] == control.values[-1] and control.value in steps
@@ -283,5 +284,6 @@ def test_latency_reports_milliseconds_and_leaves_the_panel_alone():
 
 
 def test_the_package_needs_no_plotly_or_widgets_until_something_is_drawn():
-    code = "import sys, nbkit.widgets.controls, nbkit.widgets.panel; print([m for m in ('plotly', 'ipywidgets', 'anywidget', 'matplotlib', 'torch') if m in sys.modules])"
+    heavy = ("plotly", "ipywidgets", "anywidget", "matplotlib", "torch")
+    code = f"import sys, nbkit.widgets.controls, nbkit.widgets.panel; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

@@ -36,7 +36,10 @@ function render({ model, el }) {
     let input, out = null;
     if (spec.kind === "choice") {
       input = make("select", "", row);
-      spec.texts.forEach((text, i) => { const o = make("option", "", input); o.value = i; o.textContent = text + (spec.unit ? " " + spec.unit : ""); });
+      spec.texts.forEach((text, i) => {
+        const option = make("option", "", input);
+        option.value = i; option.textContent = text + (spec.unit ? " " + spec.unit : "");
+      });
     } else {
       input = make("input", "", row);
       input.type = spec.kind === "toggle" ? "checkbox" : "range";
@@ -129,13 +132,15 @@ export default { render };
 
 _STYLE = """
 .nbkit-bar { --ink: #1f2328; --soft: #57606a; --line: #d0d7de; --page: #f6f8fa; --field: #ffffff; --accent: #0072B2; --bad: #a40e26;
-  --bad-page: #ffebe9; box-sizing: border-box; width: 100%; padding: 10px 14px 8px; color: var(--ink); background: var(--page); border: 1px solid var(--line);
+  --bad-page: #ffebe9; box-sizing: border-box; width: 100%; padding: 10px 14px 8px; color: var(--ink); background: var(--page);
+  border: 1px solid var(--line);
   border-bottom: 0; border-radius: 8px 8px 0 0; font: 14px/1.35 system-ui, "Segoe UI", "DejaVu Sans", sans-serif; }
 .nbkit-bar.nbkit-dark { --ink: #e6edf3; --soft: #9da7b3; --line: #30363d; --page: #191e24; --field: #0d1117; --accent: #56B4E9; --bad: #ffb3ad;
   --bad-page: #4c1519; color-scheme: dark; }
 .nbkit-head { display: flex; justify-content: space-between; align-items: center; gap: 12px; margin-bottom: 6px; }
 .nbkit-title { font-weight: 650; font-size: 16px; }
-.nbkit-reset { font: inherit; font-size: 13px; color: var(--soft); background: none; border: 1px solid var(--line); border-radius: 6px; padding: 1px 10px; cursor: pointer; }
+.nbkit-reset { font: inherit; font-size: 13px; color: var(--soft); background: none; border: 1px solid var(--line); border-radius: 6px;
+  padding: 1px 10px; cursor: pointer; }
 .nbkit-reset:hover { color: var(--ink); border-color: var(--soft); }
 .nbkit-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(230px, 100%), 1fr)); gap: 6px 26px; align-items: end; }
 .nbkit-control { display: grid; grid-template-columns: 1fr auto; column-gap: 8px; align-items: center; min-width: 0; }
@@ -146,7 +151,8 @@ _STYLE = """
   background: linear-gradient(to right, var(--accent) var(--fill, 0%), var(--line) var(--fill, 0%)); }
 .nbkit-slider input::-moz-range-track { height: 6px; border-radius: 3px; background: var(--line); }
 .nbkit-slider input::-moz-range-progress { height: 6px; border-radius: 3px; background: var(--accent); }
-.nbkit-slider input::-webkit-slider-thumb { appearance: none; width: 18px; height: 18px; margin-top: -6px; border-radius: 50%; background: var(--accent);
+.nbkit-slider input::-webkit-slider-thumb { appearance: none; width: 18px; height: 18px; margin-top: -6px; border-radius: 50%;
+  background: var(--accent);
   border: 2px solid var(--field); box-shadow: 0 0 0 1px var(--accent); }
 .nbkit-slider input::-moz-range-thumb { width: 15px; height: 15px; border-radius: 50%; background: var(--accent); border: 2px solid var(--field); }
 .nbkit-choice select { grid-column: 1 / -1; width: 100%; font: inherit; color: var(--ink); background: var(--field); border: 1px solid var(--line);
@@ -159,10 +165,12 @@ _STYLE = """
 .nbkit-slider input:focus-visible::-moz-range-thumb { box-shadow: 0 0 0 2px var(--field), 0 0 0 5px var(--accent); }
 .nbkit-slider:focus-within .nbkit-label { color: var(--ink); text-decoration: underline; text-underline-offset: 3px; }
 .nbkit-bar :is(select, button, input[type=checkbox]):focus-visible { outline: 3px solid var(--accent); outline-offset: 2px; border-radius: 6px; }
-.nbkit-foot { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 16px; margin-top: 8px; padding-top: 6px; border-top: 1px solid var(--line); }
+.nbkit-foot { display: flex; flex-wrap: wrap; justify-content: space-between; gap: 2px 16px; margin-top: 8px; padding-top: 6px;
+  border-top: 1px solid var(--line); }
 .nbkit-summary { flex: 1 1 320px; min-height: 1.35em; }
 .nbkit-status { color: var(--soft); font-variant-numeric: tabular-nums; white-space: nowrap; }
-.nbkit-error { margin-top: 6px; padding: 6px 10px; border-radius: 6px; color: var(--bad); background: var(--bad-page); white-space: pre-wrap; overflow-wrap: anywhere; }
+.nbkit-error { margin-top: 6px; padding: 6px 10px; border-radius: 6px; color: var(--bad); background: var(--bad-page); white-space: pre-wrap;
+  overflow-wrap: anywhere; }
 .nbkit-error[hidden] { display: none; }
 .nbkit-panel .nbkit-figure { border: 1px solid #d0d7de; border-top: 0; border-radius: 0 0 8px 8px; overflow: hidden; }
 .nbkit-panel:has(.nbkit-dark) .nbkit-figure { border-color: #30363d; }

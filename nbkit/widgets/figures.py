@@ -36,7 +36,7 @@ def caption(figure: Any, alt: str) -> None:
         import matplotlib.pyplot as plt
 
         plt.close(figure)
-        publish_display_data({"image/png": buffer.getvalue(), "text/plain": alt}, metadata={"nbkit": {"alt": alt, "marks": count}, "image/png": {"alt": alt}})
+        publish_display_data({"image/png": buffer.getvalue(), "text/plain": alt}, metadata={"nbkit": {"alt": alt, "marks": count}})
     else:
         import json
 

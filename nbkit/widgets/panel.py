@@ -48,13 +48,16 @@ class Panel:
     compute: params -> mapping of arrays, lists and numbers. draw: result -> plotly figure. preview: a cheap compute shown while
     a control of `slow` (all of them by default) moves; the exact compute then runs in a thread once the value has rested, so it
     must not touch shared state. alt: one sentence that says what the figure shows, or a function from the result to it.
-    debounce: a change after a rest is drawn at once, one that follows within this many seconds waits for a rest. vary: the control that moves in the exported page.
+    debounce: a change after a rest is drawn at once; one that follows within this many seconds waits for a rest. vary: the control
+    that moves in the exported page (default: the first slider).
 
     Raises: InputError when controls and the arguments of compute do not fit.
 
     >>> from nbkit.widgets import controls
     >>> import plotly.graph_objects as go
-    >>> panel = Panel(lambda n: {"y": list(range(n))}, {"n": controls.integer(1, 9, 4)}, lambda r: go.Figure(go.Scatter(y=r["y"])))
+    >>> def compute(n):
+    ...     return {"y": list(range(n))}
+    >>> panel = Panel(compute, {"n": controls.integer(1, 9, 4)}, lambda result: go.Figure(go.Scatter(y=result["y"])))
     >>> panel.set(n=6).result["y"]
     [0, 1, 2, 3, 4, 5]
     >>> panel.figure.data[0].y
@@ -68,7 +71,8 @@ class Panel:
     ):
         self.controls = dict(controls)
         if not self.controls or not all(isinstance(c, Control) for c in self.controls.values()):
-            raise InputError("controls", got=dict(controls), allowed="a mapping of names to nbkit.widgets.controls", hint="controls.integer(1, 10, 4)")
+            raise InputError("controls", got=dict(controls), allowed="a mapping of names to nbkit.widgets.controls",
+                             hint="controls.integer(1, 10, 4)")
         if not debounce >= 0:
             raise InputError("debounce", got=debounce, allowed=">= 0 seconds")
         for name in [*slow, *([vary] if vary else [])]:
@@ -163,7 +167,8 @@ class Panel:
         """
         if self.errors:
             params, error = self.errors[-1]
-            raise RunError(f"panel {self.title!r}: {len(self.errors)} earlier update(s) failed, the last at {_words(params)} with {error!r}") from error
+            many = f"{len(self.errors)} earlier update(s) failed"
+            raise RunError(f"panel {self.title!r}: {many}, the last at {_words(params)} with {error!r}") from error
         begin = time.perf_counter()
         rng = random.Random(seed)
         defaults = {name: control.value for name, control in self.controls.items()}
@@ -205,7 +210,7 @@ class Panel:
                 times.append(1000 * (time.perf_counter() - begin))
         return Latency(float(np.percentile(times, 50)), float(np.percentile(times, 95)), n)
 
-    def static(self, vary: str | None = None, steps: int = 21, *, max_bytes: int = 1_000_000) -> Any:
+    def static(self, vary: str | None = None, steps: int = 21, *, max_bytes: int = 400_000) -> Any:
         """A plain figure with a slider over precomputed frames, alive without a kernel; the other parameters stay as shown.
 
         vary: the control that moves (default: the first slider). steps: at most 50 positions; halved until the figure fits `max_bytes`.
@@ -230,7 +235,8 @@ class Panel:
                 base_figure = figure
         chosen = list(range(len(values)))
         while True:
-            figure = self._frames(go, base_figure, [pictures[i] for i in chosen], [control.text(values[i]) for i in chosen], chosen.index(start), control, vary)
+            texts = [control.text(values[i]) for i in chosen]
+            figure = self._frames(go, base_figure, [pictures[i] for i in chosen], texts, chosen.index(start), control, vary)
             size = len(figure.to_json())
             if size <= max_bytes:
                 return figure
@@ -255,14 +261,14 @@ class Panel:
         ]
         play = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
         slider = {
-            "active": start, "pad": {"t": 44, "b": 8}, "transition": {"duration": 0}, "len": 0.96, "x": 0.02,
+            "active": start, "pad": {"t": 60, "b": 8}, "transition": {"duration": 0}, "len": 0.96, "x": 0.02,
             "currentvalue": {"prefix": f"{control.label or vary}: ", "suffix": f" {control.unit}" if control.unit else "", "font": {"size": 15}},
             "steps": [{"label": text, "method": "animate", "args": [[str(i)], play]} for i, text in enumerate(texts)],
         }
         spec = {"data": [_compact(trace) for trace in base.data], "layout": _compact(base.layout), "frames": [_compact(f) for f in frames]}
         figure = go.Figure(spec, skip_invalid=False)
         height = base_figure.layout.height or 460
-        figure.update_layout(template=theme.template(False), sliders=[slider], height=height + 90)
+        figure.update_layout(template=theme.template(False), sliders=[slider], height=height + 110)
         return figure
 
     # Updating.
@@ -507,13 +513,14 @@ class _Description:
 
     def same_form(self, other: _Description) -> None:
         if self.kinds() != other.kinds():
-            raise RunError("draw changed the traces of the figure", got=self.kinds(), allowed=f"the same number and kinds for every result: {other.kinds()}",
+            raise RunError("draw changed the traces of the figure", got=self.kinds(),
+                           allowed=f"the same number and kinds for every result: {other.kinds()}",
                            hint='draw an empty trace with meta="may be empty" instead of leaving it out')
 
 
 def _fits(function: Callable, controls: Mapping[str, Control]) -> None:
     try:
-        inspect.signature(function).bind(**{name: None for name in controls})
+        inspect.signature(function).bind(**dict.fromkeys(controls))
     except TypeError as error:
         name = getattr(function, "__name__", "compute")
         raise InputError(f"arguments of {name}", got=f"{inspect.signature(function)} ({error})", allowed=f"({', '.join(controls)})") from None

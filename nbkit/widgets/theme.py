@@ -43,10 +43,12 @@ def template(dark: bool = False) -> Any:
     }
     layout = go.Layout(
         colorway=COLORS, font={"family": "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif", "size": 15, "color": _INK[dark]},
-        title={"font": {"size": 17}, "x": 0.01, "xanchor": "left", "yref": "container", "y": 1, "yanchor": "top", "pad": {"t": 12}}, paper_bgcolor=_PAGE[dark], plot_bgcolor=_PAGE[dark], xaxis=axis, yaxis=axis,
+        title={"font": {"size": 17}, "x": 0.01, "xanchor": "left", "yref": "container", "y": 1, "yanchor": "top", "pad": {"t": 12}},
+        paper_bgcolor=_PAGE[dark], plot_bgcolor=_PAGE[dark], xaxis=axis, yaxis=axis,
         legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "xanchor": "left", "x": 0, "title": {"text": ""}},
         margin={"l": 64, "r": 24, "t": 84, "b": 56}, hovermode="closest", colorscale={"sequential": SEQUENTIAL},
-        hoverlabel={"font": {"size": 14}}, shapedefaults={"line": {"color": _INK[dark]}}, coloraxis={"colorbar": {"thickness": 14, "outlinewidth": 0}},
+        hoverlabel={"font": {"size": 14}}, shapedefaults={"line": {"color": _INK[dark]}},
+        coloraxis={"colorbar": {"thickness": 14, "outlinewidth": 0}},
     )
     data = {"heatmap": [{"colorscale": SEQUENTIAL, "colorbar": {"thickness": 14, "outlinewidth": 0}}],
             "scatter": [{"line": {"width": 2.5}}], "bar": [{"marker": {"line": {"width": 0}}}]}
