@@ -1,6 +1,6 @@
 """A task that is answered only by remembering: the lookup chain.
 
-The prompt is a map: 32 places in random order, each followed by its two successors, then the place to start from. The chain walks
+The prompt is a map: up to 32 places in random order, each followed by its two successors, then the place to start from. The chain walks
 the map and writes out every step, four tokens a line:
 
     prompt    p7 a12 b3   p3 a0 b30   p19 a25 b8  ...   p5
@@ -10,8 +10,8 @@ The next place is the first or the second successor of the line before; which on
 learns by heart). So tick and place follow from the last line, but both successors have to be recalled from wherever the place was last
 written out: on the map, or in an earlier line of the chain. Which place comes next depends on everything before, so nothing can be
 thrown away safely: a cache that has lost every copy of one place fails at the first line that needs it, and the wrong step leads the
-rest of the chain astray. Both successor maps are permutations, so the walk visits all places about equally often: half of them were last
-seen more than about 90 tokens ago, one in twenty more than about 300.
+rest of the chain astray. Both successor maps are permutations, so the walk visits all places about equally often: with 32 places, half of
+them were last seen more than about 80 tokens ago, one in twenty more than about 270.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Pass@1 of the lookup-chain model under every policy, scorer and budget: data/recordings/ams-chain.
 
-Fixed before any result was seen: 256 chains of 96 lines (seed 2026, not used in training), greedy generation, a compaction every 32 tokens,
-4 sinks and 8 recent tokens for every method, budgets 64 to 192. Every cell answers the same chains, so cells are paired chain by chain.
+Fixed before any result of a segmented policy was seen (places and budgets after looking at plain top-k on other chains, so that it is neither
+always right nor always wrong): 256 chains on maps of 8 places, 96 lines, seed 2026, greedy generation, a compaction every 32 tokens,
+4 sinks and 8 recent tokens for every method, budgets 48 to 128. A chain passes if its first 48 lines (192 tokens) are right. Every cell answers the same chains, so cells are paired chain by chain.
 Each finished cell is written at once; a second call skips it.
 """
 
@@ -10,8 +11,8 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-CHAINS, LINES, SEED, BATCH = 256, 96, 2026, 64
-BUDGETS = (64, 96, 128, 192)
+CHAINS, PLACES, LINES, PASS_LINES, SEED, BATCH = 256, 8, 96, 48, 2026, 64
+BUDGETS = (48, 64, 96, 128)
 SCORERS = ("tova", "expected_attention", "keydiff", "rkv", "snapkv")
 BASE = {"interval": 32, "sinks": 4, "recent": 8, "window": 32, "seg_len": (8, 64), "segment_mass": 0.1, "min_keep": 1, "fixed_len": 32}
 
@@ -31,7 +32,7 @@ def cells() -> list[dict]:
             out.append({"scorer": "tova", "allocation": "mass", "keep": keep} | change)
     for window in (4, 8, 16, 24, 32):
         for longest in (16, 32, 64, 128, 256):
-            out.append({"scorer": "tova", "allocation": "mass", "keep": 96, "window": window, "seg_len": (8, longest)})
+            out.append({"scorer": "tova", "allocation": "mass", "keep": 64, "window": window, "seg_len": (8, longest)})
     return list({cell_key(c): c for c in out}.values())
 
 
@@ -59,6 +60,13 @@ def answer(model, chains, cell: dict, record: str = "none"):
             return model.generate(ids, cache=cache, **options)[:, ids.shape[1] :].numpy(), cache
 
 
+def chains():
+    """The 256 chains that every cell answers."""
+    from nbkit.models.lookup_chain import sample_chains
+
+    return sample_chains(CHAINS, LINES, seed=SEED, places=PLACES)
+
+
 def part(chains, start: int):
     """The batch of ``BATCH`` chains that starts at ``start``: cells are always answered in these batches, so a sample can be repeated exactly."""
     from nbkit.models.lookup_chain import Chains
@@ -67,17 +75,16 @@ def part(chains, start: int):
     return Chains(chains.prompt[where], chains.answer[where], chains.distance[where])
 
 
-def evaluate(cell: dict, chains_used: int = CHAINS) -> dict:
-    """One cell: lines before the first error of every chain, pass@1, and seconds."""
+def evaluate(cell: dict) -> dict:
+    """One cell: lines before the first error of every chain, key and value bytes of one chain at the end, and seconds."""
     import nbkit
-    from nbkit.models.lookup_chain import sample_chains, score_chains
+    from nbkit.models.lookup_chain import score_chains
 
     model = nbkit.load_model("lookup-chain").model
-    chains = sample_chains(CHAINS, LINES, seed=SEED)
-    start = time.perf_counter()
+    everything, start = chains(), time.perf_counter()
     lines, held = [], 0
-    for at in range(0, chains_used, BATCH):
-        batch = part(chains, at)
+    for at in range(0, CHAINS, BATCH):
+        batch = part(everything, at)
         generated, cache = answer(model, batch, cell)
         lines += score_chains(batch, generated)["correct_lines"].tolist()
         held = None if cache is None else cache.nbytes["physical"] // BATCH
@@ -93,6 +100,6 @@ def run(work_dir: Path, out_dir: Path, log) -> None:
     log(f"{len(grid)} cells of {CHAINS} chains")
     rows = parallel.map(evaluate, grid, executor="serial", key=cell_key, resume=work_dir / "cells.jsonl", desc="ams-chain")
     save_recording(
-        "ams-chain", {"chains": CHAINS, "lines": LINES, "seed": SEED, "base": {k: list(v) if isinstance(v, tuple) else v for k, v in BASE.items()}, "cells": rows},
+        "ams-chain", {"chains": CHAINS, "places": PLACES, "lines": LINES, "pass_lines": PASS_LINES, "seed": SEED, "base": {k: list(v) if isinstance(v, tuple) else v for k, v in BASE.items()}, "cells": rows},
         {"recipe": "ams-chain", "seed": SEED, "licence": "MIT", "summary": "pass@1 of the lookup-chain model by policy, scorer and budget"},
     )

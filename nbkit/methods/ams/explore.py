@@ -6,6 +6,8 @@ structure.
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Mapping
 
 import numpy as np
@@ -91,49 +93,59 @@ def _attention_mass(recording: Recording, policy: SegmentedPolicy, layer: int, h
     return allocate.mass(allocate.pool(evidence, policy.pool))[0, 0].numpy()
 
 
-def draw_inspection(result: Mapping) -> object:
-    """Four stacked plots over one axis of positions: mass with segments, quota and entries, the raster of all events, wipe-out and overlap."""
-    import plotly.graph_objects as go
+@functools.cache
+def _layout() -> dict:
+    """The part of the figure that no result changes; building it is slower than drawing."""
     from plotly.subplots import make_subplots
 
-    blue, orange, green, purple = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-    figure = make_subplots(
-        rows=4, cols=1, row_heights=[0.26, 0.16, 0.38, 0.2], vertical_spacing=0.075,
-        subplot_titles=("attention mass and its segments", "entries per segment", "every event: what is still in the cache", "over events"),
-    )
-    width = result["end"] - result["start"]
-    middle = result["start"] + width / 2
-    height = float(result["mass"].max())
-    shade = np.where(np.arange(len(width)) % 2, "rgba(0,114,178,0.10)", "rgba(0,114,178,0.22)")
-    figure.add_bar(x=middle, y=np.full(len(width), height), width=width, marker={"color": shade, "line": {"width": 0}}, customdata=result["share"],
-                   hovertemplate="segment mass %{customdata:.3f}<extra></extra>", showlegend=False, row=1, col=1)
-    figure.add_scatter(x=result["place"], y=result["mass"], mode="lines", line={"color": blue, "width": 1.5}, name="mass", row=1, col=1,
-                       hovertemplate="position %{x}: mass %{y:.4f}<extra></extra>")
-    figure.add_scatter(x=result["kept"], y=np.full(len(result["kept"]), -0.06 * height), mode="markers", name="kept", row=1, col=1,
-                       marker={"symbol": "line-ns", "size": 9, "line": {"color": green, "width": 1.4}}, hovertemplate="kept: position %{x}<extra></extra>")
-    figure.add_bar(x=middle, y=result["quota"], width=width, name="quota", marker={"color": "rgba(0,0,0,0)", "line": {"color": orange, "width": 2}},
-                   hovertemplate="quota %{y}<extra></extra>", row=2, col=1)
-    figure.add_bar(x=middle, y=result["got"], width=width * 0.7, name="kept in segment", marker={"color": green, "line": {"width": 0}}, opacity=0.75,
-                   hovertemplate="kept %{y}<extra></extra>", row=2, col=1)
-    figure.add_heatmap(
-        z=result["raster"], y=[str(s) for s in result["seen"]], zmin=0, zmax=2, showscale=False, row=3, col=1,
-        colorscale=[[0, "rgba(0,0,0,0)"], [0.33, "rgba(0,0,0,0)"], [0.34, "#F0C9A0"], [0.66, "#F0C9A0"], [0.67, green], [1, green]],
-        hovertemplate="position %{x} after %{y} tokens<extra></extra>",
-    )
-    seen = result["seen"]
-    figure.add_scatter(x=seen, y=result["wiped"], mode="lines+markers", name=f"blocks of {BLOCK} wiped out", line={"color": orange, "width": 2}, row=4, col=1)
-    figure.add_scatter(x=seen, y=result["iou"], mode="lines+markers", name="overlap with the event before", line={"color": purple, "width": 2, "dash": "dash"},
-                       meta="may be empty", row=4, col=1)
-    figure.update_xaxes(range=[0, result["raster"].shape[1]])
+    titles = ("attention mass and its segments", "entries per segment", "every event: what is still in the cache", "over events")
+    figure = make_subplots(rows=4, cols=1, row_heights=[0.26, 0.16, 0.38, 0.2], vertical_spacing=0.075, subplot_titles=titles)
     figure.update_xaxes(title_text="original position (tokens)", row=3, col=1)
     figure.update_xaxes(title_text="tokens seen", row=4, col=1)
-    figure.update_yaxes(title_text="share", rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(range=[-0.12 * height, 1.02 * height], row=1, col=1)
+    figure.update_yaxes(title_text="share", row=1, col=1)
     figure.update_yaxes(title_text="entries", rangemode="tozero", row=2, col=1)
     figure.update_yaxes(title_text="event at", type="category", autorange="reversed", nticks=8, row=3, col=1)
     figure.update_yaxes(title_text="share", range=[0, 1.02], row=4, col=1)
     figure.update_layout(barmode="overlay", height=820, margin={"t": 40, "b": 45}, legend={"orientation": "h", "y": -0.08})
-    return figure
+    layout = figure.layout.to_plotly_json()
+    layout.pop("template", None)
+    return layout
+
+
+def draw_inspection(result: Mapping) -> object:
+    """Four stacked plots over one axis of positions: mass with segments, quota and entries, the raster of all events, wipe-out and overlap."""
+    import plotly.graph_objects as go
+
+    blue, orange, green, purple, sand, clear = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#F0C9A0", "rgba(0,0,0,0)"
+    width = result["end"] - result["start"]
+    middle = result["start"] + width / 2
+    height, tokens, seen = float(result["mass"].max()), result["raster"].shape[1], result["seen"]
+    shade = ["rgba(0,114,178,0.10)" if i % 2 else "rgba(0,114,178,0.22)" for i in range(len(width))]
+    first, second, third, fourth = ({"xaxis": "x" + n, "yaxis": "y" + n} for n in ("", "2", "3", "4"))
+    data = [
+        {"type": "bar", "x": middle, "y": np.full(len(width), height), "width": width, "marker": {"color": shade, "line": {"width": 0}}, "showlegend": False,
+         "customdata": result["share"], "hovertemplate": "segment mass %{customdata:.3f}<extra></extra>"} | first,
+        {"type": "scatter", "x": result["place"], "y": result["mass"], "mode": "lines", "line": {"color": blue, "width": 1.5}, "name": "mass",
+         "hovertemplate": "position %{x}: mass %{y:.4f}<extra></extra>"} | first,
+        {"type": "scatter", "x": result["kept"], "y": np.full(len(result["kept"]), -0.06 * height), "mode": "markers", "name": "kept",
+         "marker": {"symbol": "line-ns", "size": 9, "line": {"color": green, "width": 1.4}}, "hovertemplate": "kept: position %{x}<extra></extra>"} | first,
+        {"type": "bar", "x": middle, "y": result["quota"], "width": width, "name": "quota", "marker": {"color": clear, "line": {"color": orange, "width": 2}},
+         "hovertemplate": "quota %{y}<extra></extra>"} | second,
+        {"type": "bar", "x": middle, "y": result["got"], "width": width * 0.7, "name": "kept in segment", "marker": {"color": green, "line": {"width": 0}},
+         "opacity": 0.75, "hovertemplate": "kept %{y}<extra></extra>"} | second,
+        {"type": "heatmap", "z": result["raster"], "y": [str(s) for s in seen], "zmin": 0, "zmax": 2, "showscale": False,
+         "colorscale": [[0, clear], [0.33, clear], [0.34, sand], [0.66, sand], [0.67, green], [1, green]],
+         "hovertemplate": "position %{x} after %{y} tokens<extra></extra>"} | third,
+        {"type": "scatter", "x": seen, "y": result["wiped"], "mode": "lines+markers", "name": f"blocks of {BLOCK} wiped out",
+         "line": {"color": orange, "width": 2}} | fourth,
+        {"type": "scatter", "x": seen, "y": result["iou"], "mode": "lines+markers", "name": "overlap with the event before",
+         "line": {"color": purple, "width": 2, "dash": "dash"}, "meta": "may be empty"} | fourth,
+    ]
+    layout = copy.deepcopy(_layout())
+    for axis in ("xaxis", "xaxis2", "xaxis3", "xaxis4"):
+        layout[axis]["range"] = [0, tokens]
+    layout["yaxis"]["range"] = [-0.12 * height, 1.02 * height]
+    return go.Figure({"data": data, "layout": layout})
 
 
 def describe_inspection(result: Mapping) -> str:

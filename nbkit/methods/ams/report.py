@@ -35,10 +35,15 @@ class Grid:
         return self._rows[key]
 
     def __call__(self, what: str, **cell) -> np.ndarray:
-        """One number per unit (chain, text, question or prompt)."""
+        """One number per unit (chain, text, question or prompt).
+
+        Of chains, ``passed`` is pass@1 at the recording's ``pass_lines`` and ``passed@24`` at 24 lines: a chain that is right for n lines is an answer to
+        every shorter question too.
+        """
         row = self.row(**cell)
-        if what == "passed":
-            return (np.asarray(row["correct_lines"]) == self.data["lines"]).astype(float)
+        if what.startswith("passed"):
+            lines = int(what.partition("@")[2] or self.data["pass_lines"])
+            return (np.asarray(row["correct_lines"]) >= lines).astype(float)
         return np.asarray(row[what], dtype=float)
 
     def gain(self, what: str, ours: Mapping, theirs: Mapping, keeps: Iterable[int], cluster=None) -> Interval:
