@@ -108,7 +108,6 @@ def _gather_against_mask() -> bench.Measured:
     from transformers import DynamicCache
 
     model, ids = _setting()
-    policy = _policy(interval=10**9)
     with torch.inference_mode():
         short = DynamicCache(config=model.config)
         model(ids[:, :KEEP], cache=short)

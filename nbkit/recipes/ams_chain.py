@@ -2,8 +2,8 @@
 
 Fixed before any result of a segmented policy was seen (places and budgets after looking at plain top-k on other chains, so that it is neither
 always right nor always wrong): 256 chains on maps of 8 places, 96 lines, seed 2026, greedy generation, a compaction every 32 tokens,
-4 sinks and 8 recent tokens for every method, budgets 48 to 128. A chain passes if its first 48 lines (192 tokens) are right. Every cell answers the same chains, so cells are paired chain by chain.
-Each finished cell is written at once; a second call skips it.
+4 sinks and 8 recent tokens for every method, budgets 48 to 128. A chain passes if its first 48 lines (192 tokens) are right.
+Every cell answers the same chains, so cells are paired chain by chain. Each finished cell is written at once; a second call skips it.
 """
 
 from __future__ import annotations
@@ -100,6 +100,15 @@ def run(work_dir: Path, out_dir: Path, log) -> None:
     log(f"{len(grid)} cells of {CHAINS} chains")
     rows = parallel.map(evaluate, grid, executor="serial", key=cell_key, resume=work_dir / "cells.jsonl", desc="ams-chain")
     save_recording(
-        "ams-chain", {"chains": CHAINS, "places": PLACES, "lines": LINES, "pass_lines": PASS_LINES, "seed": SEED, "base": {k: list(v) if isinstance(v, tuple) else v for k, v in BASE.items()}, "cells": rows},
+        "ams-chain",
+        {
+            "chains": CHAINS,
+            "places": PLACES,
+            "lines": LINES,
+            "pass_lines": PASS_LINES,
+            "seed": SEED,
+            "base": {k: list(v) if isinstance(v, tuple) else v for k, v in BASE.items()},
+            "cells": rows,
+        },
         {"recipe": "ams-chain", "seed": SEED, "licence": "MIT", "summary": "pass@1 of the lookup-chain model by policy, scorer and budget"},
     )

@@ -102,8 +102,19 @@ def describe(cache, sinks: int, recent: int) -> dict:
     held = None
     for event in cache.events:
         now = event.positions.numpy()
-        previous = np.broadcast_to(np.arange(event.before), (*now.shape[:-1], event.before)) if held is None else np.concatenate(
-            [held, np.broadcast_to(np.arange(event.seen - (event.before - held.shape[-1]), event.seen), (*now.shape[:-1], event.before - held.shape[-1]))], -1)
+        previous = (
+            np.broadcast_to(np.arange(event.before), (*now.shape[:-1], event.before))
+            if held is None
+            else np.concatenate(
+                [
+                    held,
+                    np.broadcast_to(
+                        np.arange(event.seen - (event.before - held.shape[-1]), event.seen), (*now.shape[:-1], event.before - held.shape[-1])
+                    ),
+                ],
+                -1,
+            )
+        )
         slots = np.empty_like(now)
         for where in np.ndindex(now.shape[:-1]):
             slots[where] = np.searchsorted(previous[where], now[where])
@@ -113,9 +124,12 @@ def describe(cache, sinks: int, recent: int) -> dict:
             ious.append(overlap(held[..., sinks : held.shape[-1] - recent], now[..., sinks : now.shape[-1] - recent], event.seen))
         held = now
     return {
-        "wiped": mean(wipe_out_rate(positions, last.seen)), "wiped_first": mean(wipe_out_rate(cache.events[0].positions.numpy(), cache.events[0].seen)),
-        "wiped_slots": mean(np.mean(slot_wipes, 0)), "gap": mean(longest_gap(positions, last.seen).astype(float)),
-        "iou": mean(np.mean(ious, 0)) if ious else None, "retention": retention_by_place(positions, last.seen).mean((0, 2)).round(4).tolist(),
+        "wiped": mean(wipe_out_rate(positions, last.seen)),
+        "wiped_first": mean(wipe_out_rate(cache.events[0].positions.numpy(), cache.events[0].seen)),
+        "wiped_slots": mean(np.mean(slot_wipes, 0)),
+        "gap": mean(longest_gap(positions, last.seen).astype(float)),
+        "iou": mean(np.mean(ious, 0)) if ious else None,
+        "retention": retention_by_place(positions, last.seen).mean((0, 2)).round(4).tolist(),
     }
 
 
@@ -134,13 +148,27 @@ def evaluate_text(cell: dict) -> dict:
         if cell:
             facts.append(describe(cache, BASE["sinks"], BASE["recent"]))
     merged = {k: [x for f in facts for x in (f[k] or [])] for k in facts[0]} if facts else {}
-    return {"key": cell_key(cell), "cell": cell, "keep": first, "nll": [round(x, 5) for x in nll], "seconds": round(time.perf_counter() - start, 1)} | merged
+    return {
+        "key": cell_key(cell),
+        "cell": cell,
+        "keep": first,
+        "nll": [round(x, 5) for x in nll],
+        "seconds": round(time.perf_counter() - start, 1),
+    } | merged
 
 
 def run_text(work_dir: Path, out_dir: Path, log) -> None:
     """Read all texts under every policy and write data/recordings/ams-text."""
-    _grid("ams-text", text_cells(), evaluate_text, work_dir, out_dir, log, {"texts": TEXTS, "tokens": TOKENS, "base": _json(BASE)},
-          "loss and evictions of SmolLM2-135M on 24 held-out prose texts by policy, scorer and budget")
+    _grid(
+        "ams-text",
+        text_cells(),
+        evaluate_text,
+        work_dir,
+        out_dir,
+        log,
+        {"texts": TEXTS, "tokens": TOKENS, "base": _json(BASE)},
+        "loss and evictions of SmolLM2-135M on 24 held-out prose texts by policy, scorer and budget",
+    )
 
 
 def _json(values: dict) -> dict:
@@ -154,7 +182,9 @@ def _grid(name: str, grid: list[dict], evaluate, work_dir: Path, out_dir: Path, 
     log(f"{name}: {len(grid)} cells")
     rows = parallel.map(evaluate, grid, executor="serial", key=cell_key, resume=work_dir / "cells.jsonl", desc=name)
     save_recording(
-        name, facts | {"model": "smollm2-135m", "cells": rows}, {"recipe": name, "seed": 0, "licence": "MIT", "summary": summary},
+        name,
+        facts | {"model": "smollm2-135m", "cells": rows},
+        {"recipe": name, "seed": 0, "licence": "MIT", "summary": summary},
     )
 
 
@@ -231,16 +261,27 @@ def evaluate_needles(cell: dict) -> dict:
         exact += (log_p.argmax(-1) == answers[row]).all(1).int().tolist()
         logprob += log_p.gather(-1, answers[row].unsqueeze(-1)).sum((1, 2)).tolist()
     return {
-        "key": cell_key(cell), "cell": cell, "exact": exact, "logprob": [round(x, 4) for x in logprob],
-        "prompt": [row for row in range(len(contexts)) for _ in range(NEEDLES)], "seconds": round(time.perf_counter() - start, 1),
+        "key": cell_key(cell),
+        "cell": cell,
+        "exact": exact,
+        "logprob": [round(x, 4) for x in logprob],
+        "prompt": [row for row in range(len(contexts)) for _ in range(NEEDLES)],
+        "seconds": round(time.perf_counter() - start, 1),
     }
 
 
 def run_needles(work_dir: Path, out_dir: Path, log) -> None:
     """Ask for eight facts under every policy and write data/recordings/ams-needles."""
-    _grid("ams-needles", needle_cells(), evaluate_needles, work_dir, out_dir, log,
-          {"prompts": PROMPTS, "needles": NEEDLES, "context": CONTEXT, "base": _json(BASE)},
-          "recall of eight facts in 512 tokens of prose by SmolLM2-135M by policy, scorer and budget")
+    _grid(
+        "ams-needles",
+        needle_cells(),
+        evaluate_needles,
+        work_dir,
+        out_dir,
+        log,
+        {"prompts": PROMPTS, "needles": NEEDLES, "context": CONTEXT, "base": _json(BASE)},
+        "recall of eight facts in 512 tokens of prose by SmolLM2-135M by policy, scorer and budget",
+    )
 
 
 # Loops --------------------------------------------------------------------------------------------------------------------------
@@ -250,8 +291,11 @@ STORIES, NEW_TOKENS, GRAM, LOOP_KEEP = 60, 512, 8, 96
 
 def loop_cells() -> list[dict]:
     """Free generation with the full cache and at 96 entries."""
-    return [{}] + [{"scorer": "tova", "allocation": a, "keep": LOOP_KEEP} for a in ("none", "mass")] + [
-        {"scorer": "streaming", "allocation": "none", "keep": LOOP_KEEP}]
+    return (
+        [{}]
+        + [{"scorer": "tova", "allocation": a, "keep": LOOP_KEEP} for a in ("none", "mass")]
+        + [{"scorer": "streaming", "allocation": "none", "keep": LOOP_KEEP}]
+    )
 
 
 def repeated_share(tokens, gram: int = GRAM) -> float:
@@ -293,7 +337,10 @@ def evaluate_loops(cell: dict) -> dict:
                 out = model.generate(ids, cache=CompactedCache(model.config, policy, record="none"), **options)
     new = out[:, ids.shape[1] :].tolist()
     return {
-        "key": cell_key(cell), "cell": cell, "repeated": [round(repeated_share(t), 5) for t in new], "first_loop": [first_loop(t) for t in new],
+        "key": cell_key(cell),
+        "cell": cell,
+        "repeated": [round(repeated_share(t), 5) for t in new],
+        "first_loop": [first_loop(t) for t in new],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
@@ -310,5 +357,13 @@ def loop_prompts():
 
 def run_loops(work_dir: Path, out_dir: Path, log) -> None:
     """Generate freely under four policies and write data/recordings/ams-loops."""
-    _grid("ams-loops", loop_cells(), evaluate_loops, work_dir, out_dir, log, {"prompts": STORIES, "new_tokens": NEW_TOKENS, "gram": GRAM, "base": _json(BASE)},
-          "repetition in greedy continuations by SmolLM2-135M with a full and a compacted cache")
+    _grid(
+        "ams-loops",
+        loop_cells(),
+        evaluate_loops,
+        work_dir,
+        out_dir,
+        log,
+        {"prompts": STORIES, "new_tokens": NEW_TOKENS, "gram": GRAM, "base": _json(BASE)},
+        "repetition in greedy continuations by SmolLM2-135M with a full and a compacted cache",
+    )

@@ -27,9 +27,19 @@ def build_model(seed: int):
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=task.VOCAB, hidden_size=DIM, intermediate_size=3 * DIM, num_hidden_layers=LAYERS, num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=task.BOS,
-        eos_token_id=None, pad_token_id=None, attention_dropout=0.0, rms_norm_eps=1e-5,
+        vocab_size=task.VOCAB,
+        hidden_size=DIM,
+        intermediate_size=3 * DIM,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        bos_token_id=task.BOS,
+        eos_token_id=None,
+        pad_token_id=None,
+        attention_dropout=0.0,
+        rms_norm_eps=1e-5,
     )
     return LlamaForCausalLM(config)
 
@@ -81,7 +91,16 @@ def train(work: Path, *, seed: int = 0, minutes: float = 60.0, tokens_per_batch:
             state["stage"] += 1
             state["accuracy"] = 0.9
         if state["step"] % 50 == 0:
-            history.append({"step": state["step"], "seconds": round(state["seconds"]), "places": places, "lines": lines, "loss": round(loss.item(), 4), "accuracy": round(state["accuracy"], 4)})
+            history.append(
+                {
+                    "step": state["step"],
+                    "seconds": round(state["seconds"]),
+                    "places": places,
+                    "lines": lines,
+                    "loss": round(loss.item(), 4),
+                    "accuracy": round(state["accuracy"], 4),
+                }
+            )
             log(json.dumps(history[-1]))
         if time.time() - saved_at > 60:
             saved_at = time.time()
@@ -89,7 +108,6 @@ def train(work: Path, *, seed: int = 0, minutes: float = 60.0, tokens_per_batch:
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": state, "history": history}, part)
             part.replace(checkpoint)
     return model.eval(), history
-
 
 
 def full_cache_accuracy(model, *, places: int, chains: int = 256, lines: int = 96, seed: int = 1) -> float:
@@ -111,9 +129,14 @@ def run(work_dir: Path, out_dir: Path, log) -> None:
     accuracy = {str(places): full_cache_accuracy(model, places=places) for places in (8, 16, 32)}
     log(f"pass@1 with the full cache by places: {accuracy}")
     if min(accuracy.values()) < 0.95:
-        raise RunError("lookup-chain", got=f"pass@1 {accuracy} with the full cache", allowed=">= 0.95", hint="train longer: raise the steps of the last stage")
+        raise RunError(
+            "lookup-chain", got=f"pass@1 {accuracy} with the full cache", allowed=">= 0.95", hint="train longer: raise the steps of the last stage"
+        )
     card = {
-        "summary": "a four-layer Llama that walks a map in long chains of lookups", "licence": "MIT", "recipe": "lookup-chain", "seed": 0,
+        "summary": "a four-layer Llama that walks a map in long chains of lookups",
+        "licence": "MIT",
+        "recipe": "lookup-chain",
+        "seed": 0,
         "metrics": {"pass_at_1_full_cache_by_places": accuracy, "lines": 96, "steps": history[-1]["step"], "seconds": history[-1]["seconds"]},
     }
     save_model(model, "lookup-chain", card)

@@ -32,6 +32,16 @@ def style(index: int) -> dict[str, Any]:
     return {"line": {"color": COLORS[i], "dash": DASHES[i], "width": 2.5}, "marker": {"color": COLORS[i], "symbol": MARKERS[i], "size": 8}}
 
 
+def plain_style(index: int) -> dict[str, Any]:
+    """The same for a matplotlib line: keyword arguments of ``plot`` and ``errorbar``.
+
+    >>> plain_style(1)["color"]
+    '#D55E00'
+    """
+    i = index % len(COLORS)
+    return {"color": COLORS[i], "linestyle": LINESTYLES[i], "marker": PLAIN_MARKERS[i]}
+
+
 @functools.cache
 def template(dark: bool = False) -> Any:
     """The plotly template "nbkit" for a light or a dark page."""

@@ -16,11 +16,37 @@ from .explore import describe_inspection, draw_inspection, inspect_layer
 from .measure import longest_gap, overlap, retained, retention_by_place, wipe_out_rate
 from .policy import ALLOCATIONS, SegmentedPolicy, Selection
 from .replay import Recording, ReplayEvent, record_pass, replay
-from .report import Grid
+from .report import PAPER, Grid
 from .scorers import SCORERS, QueryWindow
 
 __all__ = [
-    "ALLOCATIONS", "SCORERS", "CompactedCache", "CompactedLayer", "Event", "Grid", "QueryWindow", "Recording", "ReplayEvent", "SegmentedPolicy", "Segmentation", "Selection",
-    "credited", "describe_inspection", "draw_inspection", "fixed_segments", "inspect_layer", "longest_gap", "mass", "overlap", "pool", "quotas", "record_pass", "replay", "retained", "retention_by_place", "segments",
+    "ALLOCATIONS",
+    "PAPER",
+    "SCORERS",
+    "CompactedCache",
+    "CompactedLayer",
+    "Event",
+    "Grid",
+    "QueryWindow",
+    "Recording",
+    "ReplayEvent",
+    "SegmentedPolicy",
+    "Segmentation",
+    "Selection",
+    "credited",
+    "describe_inspection",
+    "draw_inspection",
+    "fixed_segments",
+    "inspect_layer",
+    "longest_gap",
+    "mass",
+    "overlap",
+    "pool",
+    "quotas",
+    "record_pass",
+    "replay",
+    "retained",
+    "retention_by_place",
+    "segments",
     "wipe_out_rate",
 ]

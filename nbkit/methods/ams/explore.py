@@ -1,7 +1,7 @@
 """What one policy does to one layer of a recorded pass: arrays for plots, and the plot.
 
-`inspect_layer` is a pure function of its arguments and fast enough to sit under a slider; `draw_inspection` turns its result into one figure of a fixed
-structure.
+`inspect_layer` is a pure function of its arguments and fast enough to sit under a slider; `draw_inspection` turns its result into one
+figure of a fixed structure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def inspect_layer(recording: Recording, policy: SegmentedPolicy, layer: int, hea
     if not 0 <= head < heads:
         raise InputError("head", got=head, allowed=f"0..{heads - 1}")
     if not events:
-        raise InputError("keep, interval", got=(policy.keep, policy.interval), allowed=f"an event within {recording.tokens} tokens", hint="lower one of them")
+        raise InputError(
+            "keep, interval", got=(policy.keep, policy.interval), allowed=f"an event within {recording.tokens} tokens", hint="lower one of them"
+        )
     tokens = recording.tokens
     raster = np.zeros((len(events), tokens), dtype=np.int8)
     wiped, iou, held = [], [np.nan], None
@@ -75,9 +77,20 @@ def inspect_layer(recording: Recording, policy: SegmentedPolicy, layer: int, hea
     found = np.bincount(ids, weights=got, minlength=count).astype(int)
     first = np.searchsorted(ids, np.arange(count))
     return {
-        "seen": np.array([e.seen for e in events]), "raster": raster, "wiped": np.array(wiped), "iou": np.array(iou), "event": number,
-        "place": inside, "mass": mass, "start": inside[first], "end": inside[first + size - 1] + 1, "share": np.bincount(ids, weights=mass, minlength=count),
-        "quota": quota, "got": found, "kept": kept, "floor_lost": int((found < np.minimum(policy.min_keep, size)).sum()) if cut is not None else 0,
+        "seen": np.array([e.seen for e in events]),
+        "raster": raster,
+        "wiped": np.array(wiped),
+        "iou": np.array(iou),
+        "event": number,
+        "place": inside,
+        "mass": mass,
+        "start": inside[first],
+        "end": inside[first + size - 1] + 1,
+        "share": np.bincount(ids, weights=mass, minlength=count),
+        "quota": quota,
+        "got": found,
+        "kept": kept,
+        "floor_lost": int((found < np.minimum(policy.min_keep, size)).sum()) if cut is not None else 0,
     }
 
 
@@ -87,8 +100,11 @@ def _attention_mass(recording: Recording, policy: SegmentedPolicy, layer: int, h
     group = recording.queries[layer].shape[0] // recording.keys[layer].shape[0]
     slots = event.slots[head]
     evidence = kernels.window_evidence(
-        recording.queries[layer][None, head * group : (head + 1) * group, first : event.seen], recording.keys[layer][None, head : head + 1][:, :, slots],
-        recording.scaling, torch.arange(first, event.seen), slots[None, None],
+        recording.queries[layer][None, head * group : (head + 1) * group, first : event.seen],
+        recording.keys[layer][None, head : head + 1][:, :, slots],
+        recording.scaling,
+        torch.arange(first, event.seen),
+        slots[None, None],
     )
     return allocate.mass(allocate.pool(evidence, policy.pool))[0, 0].numpy()
 
@@ -123,23 +139,88 @@ def draw_inspection(result: Mapping) -> object:
     shade = ["rgba(0,114,178,0.10)" if i % 2 else "rgba(0,114,178,0.22)" for i in range(len(width))]
     first, second, third, fourth = ({"xaxis": "x" + n, "yaxis": "y" + n} for n in ("", "2", "3", "4"))
     data = [
-        {"type": "bar", "x": middle, "y": np.full(len(width), height), "width": width, "marker": {"color": shade, "line": {"width": 0}}, "showlegend": False,
-         "customdata": result["share"], "hovertemplate": "segment mass %{customdata:.3f}<extra></extra>"} | first,
-        {"type": "scatter", "x": result["place"], "y": result["mass"], "mode": "lines", "line": {"color": blue, "width": 1.5}, "name": "mass",
-         "hovertemplate": "position %{x}: mass %{y:.4f}<extra></extra>"} | first,
-        {"type": "scatter", "x": result["kept"], "y": np.full(len(result["kept"]), -0.06 * height), "mode": "markers", "name": "kept",
-         "marker": {"symbol": "line-ns", "size": 9, "line": {"color": green, "width": 1.4}}, "hovertemplate": "kept: position %{x}<extra></extra>"} | first,
-        {"type": "bar", "x": middle, "y": result["quota"], "width": width, "name": "quota", "marker": {"color": clear, "line": {"color": orange, "width": 2}},
-         "hovertemplate": "quota %{y}<extra></extra>"} | second,
-        {"type": "bar", "x": middle, "y": result["got"], "width": width * 0.7, "name": "kept in segment", "marker": {"color": green, "line": {"width": 0}},
-         "opacity": 0.75, "hovertemplate": "kept %{y}<extra></extra>"} | second,
-        {"type": "heatmap", "z": result["raster"], "y": [str(s) for s in seen], "zmin": 0, "zmax": 2, "showscale": False,
-         "colorscale": [[0, clear], [0.33, clear], [0.34, sand], [0.66, sand], [0.67, green], [1, green]],
-         "hovertemplate": "position %{x} after %{y} tokens<extra></extra>"} | third,
-        {"type": "scatter", "x": seen, "y": result["wiped"], "mode": "lines+markers", "name": f"blocks of {BLOCK} wiped out",
-         "line": {"color": orange, "width": 2}} | fourth,
-        {"type": "scatter", "x": seen, "y": result["iou"], "mode": "lines+markers", "name": "overlap with the event before",
-         "line": {"color": purple, "width": 2, "dash": "dash"}, "meta": "may be empty"} | fourth,
+        {
+            "type": "bar",
+            "x": middle,
+            "y": np.full(len(width), height),
+            "width": width,
+            "marker": {"color": shade, "line": {"width": 0}},
+            "showlegend": False,
+            "customdata": result["share"],
+            "hovertemplate": "segment mass %{customdata:.3f}<extra></extra>",
+        }
+        | first,
+        {
+            "type": "scatter",
+            "x": result["place"],
+            "y": result["mass"],
+            "mode": "lines",
+            "line": {"color": blue, "width": 1.5},
+            "name": "mass",
+            "hovertemplate": "position %{x}: mass %{y:.4f}<extra></extra>",
+        }
+        | first,
+        {
+            "type": "scatter",
+            "x": result["kept"],
+            "y": np.full(len(result["kept"]), -0.06 * height),
+            "mode": "markers",
+            "name": "kept",
+            "marker": {"symbol": "line-ns", "size": 9, "line": {"color": green, "width": 1.4}},
+            "hovertemplate": "kept: position %{x}<extra></extra>",
+        }
+        | first,
+        {
+            "type": "bar",
+            "x": middle,
+            "y": result["quota"],
+            "width": width,
+            "name": "quota",
+            "marker": {"color": clear, "line": {"color": orange, "width": 2}},
+            "hovertemplate": "quota %{y}<extra></extra>",
+        }
+        | second,
+        {
+            "type": "bar",
+            "x": middle,
+            "y": result["got"],
+            "width": width * 0.7,
+            "name": "kept in segment",
+            "marker": {"color": green, "line": {"width": 0}},
+            "opacity": 0.75,
+            "hovertemplate": "kept %{y}<extra></extra>",
+        }
+        | second,
+        {
+            "type": "heatmap",
+            "z": result["raster"],
+            "y": [str(s) for s in seen],
+            "zmin": 0,
+            "zmax": 2,
+            "showscale": False,
+            "colorscale": [[0, clear], [0.33, clear], [0.34, sand], [0.66, sand], [0.67, green], [1, green]],
+            "hovertemplate": "position %{x} after %{y} tokens<extra></extra>",
+        }
+        | third,
+        {
+            "type": "scatter",
+            "x": seen,
+            "y": result["wiped"],
+            "mode": "lines+markers",
+            "name": f"blocks of {BLOCK} wiped out",
+            "line": {"color": orange, "width": 2},
+        }
+        | fourth,
+        {
+            "type": "scatter",
+            "x": seen,
+            "y": result["iou"],
+            "mode": "lines+markers",
+            "name": "overlap with the event before",
+            "line": {"color": purple, "width": 2, "dash": "dash"},
+            "meta": "may be empty",
+        }
+        | fourth,
     ]
     layout = copy.deepcopy(_layout())
     for axis in ("xaxis", "xaxis2", "xaxis3", "xaxis4"):
@@ -152,7 +233,7 @@ def describe_inspection(result: Mapping) -> str:
     """One sentence for readers who do not see the figure."""
     total = result["raster"].shape[1]
     return (
-        f"After {result['seen'][-1]} of {total} tokens, {len(result['seen'])} evictions left {len(result['kept'])} entries at the chosen event, spread over "
-        f"{len(result['quota'])} segments; {result['wiped'][-1]:.0%} of the blocks of {BLOCK} original positions are wiped out in the end; "
+        f"After {result['seen'][-1]} of {total} tokens, {len(result['seen'])} evictions left {len(result['kept'])} entries at the chosen event, "
+        f"spread over {len(result['quota'])} segments; {result['wiped'][-1]:.0%} of the blocks of {BLOCK} original positions are wiped out in the end; "
         f"{result['floor_lost']} segments lost their floor."
     )

@@ -85,8 +85,12 @@ def record_pass(model, ids: Tensor) -> Recording:
         model.set_attn_implementation(before)
     order = sorted(queries)
     return Recording(
-        [queries[i] for i in order], [cache.layers[i].keys[0] for i in order], [cache.layers[i].values[0] for i in order], scale[0],
-        _find_rotary(model), ids,
+        [queries[i] for i in order],
+        [cache.layers[i].keys[0] for i in order],
+        [cache.layers[i].values[0] for i in order],
+        scale[0],
+        _find_rotary(model),
+        ids,
     )
 
 
@@ -128,14 +132,19 @@ def replay(recording: Recording, policy: SegmentedPolicy, layer: int, prefill: i
         k, v = kernels.gather_rows((keys[None], values[None]), slots[None])
         first = seen - min(BUFFER, policy.interval)
         window = QueryWindow(
-            queries[None, :, first:seen], torch.arange(first, seen), recording.scaling, recording.rotary,
+            queries[None, :, first:seen],
+            torch.arange(first, seen),
+            recording.scaling,
+            recording.rotary,
             policy.seed * 1_000_003 + len(events) * 1009 + layer,
         )
         scores = policy.score(k, v, window, slots[None])
         evidence = None
         if policy.needs_evidence:
             last = window.last(min(policy.window, slots.shape[-1] - 1))
-            evidence = kernels.window_evidence(last.states, k, last.scaling, last.positions, slots[None], None if alive is None else alive[None])[None]
+            evidence = kernels.window_evidence(last.states, k, last.scaling, last.positions, slots[None], None if alive is None else alive[None])[
+                None
+            ]
         if alive is not None:
             scores = scores.masked_fill(~alive[None], -torch.inf)
         chosen = policy.select(scores[None], evidence, keep, credit, None if alive is None else alive[None, None])

@@ -26,6 +26,11 @@ class Grid:
         self.data = data
         self._rows = {_freeze(row["cell"]): row for row in data["cells"]}
 
+    @property
+    def budgets(self) -> list[int]:
+        """All budgets of the grid."""
+        return sorted({row["cell"]["keep"] for row in self.data["cells"] if row["cell"]})
+
     def row(self, **cell) -> Mapping:
         """The stored record of one cell; no arguments mean the full cache."""
         key = _freeze(cell)
@@ -37,8 +42,8 @@ class Grid:
     def __call__(self, what: str, **cell) -> np.ndarray:
         """One number per unit (chain, text, question or prompt).
 
-        Of chains, ``passed`` is pass@1 at the recording's ``pass_lines`` and ``passed@24`` at 24 lines: a chain that is right for n lines is an answer to
-        every shorter question too.
+        Of chains, ``passed`` is pass@1 at the recording's ``pass_lines`` and ``passed@24`` at 24 lines: a chain that is right for n lines is
+        an answer to every shorter question too.
         """
         row = self.row(**cell)
         if what.startswith("passed"):
@@ -72,3 +77,28 @@ def _range(rows: np.ndarray) -> float:
 
 def _freeze(cell: Mapping) -> tuple:
     return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in cell.items()))
+
+
+PAPER: dict[str, dict[str, str]] = {
+    "C1": {"statement": "AMS wipes out fewer regions than its scorer's top-k", "paper": "11.3 % to 8.7 % of regions (no formula given)"},
+    "C2": {"statement": "more right answers at the same budget", "paper": "up to +20 points (KeyDiff, MATH500, budget 256)"},
+    "C3": {"statement": "it helps every scorer", "paper": "TOVA, Expected Attention, KeyDiff, R-KV, TriAttention, at all budgets"},
+    "C4": {
+        "statement": "the gain grows as the budget shrinks",
+        "paper": "TOVA +7.2/+3.8/+4.6, KeyDiff +20/+17.6/+11 at 256/512/1024; the reverse for R-KV and TriAttention",
+    },
+    "C5": {"statement": "sometimes better than the full cache", "paper": "AMS-Expected 54.0, full 52.8; TriAttention without AMS 55.0"},
+    "C6": {"statement": "credit makes consecutive caches more alike", "paper": "overlap 0.219 to 0.260"},
+    "C7": {
+        "statement": "every part matters",
+        "paper": "full 48.4; without mass quotas 46.0, without credit 48.0, fixed segments 48.0, one segment 42.8 (budget 512)",
+    },
+    "C8": {"statement": "generated text loops less", "paper": "repeated n-grams 21.6 % to 16.2 %"},
+    "C9": {"statement": "the overhead is negligible", "paper": "15.0 GB like other gather methods; 44.0 s against 52.3 s per sample"},
+    "C10": {
+        "statement": "it helps other long-context work (here: recall of facts in a long text)",
+        "paper": "NIAH 0.238, TOVA 0.189, full 0.375; also RepoBench, TriviaQA, LongBench, which need larger models",
+    },
+    "C11": {"statement": "it is insensitive to its parameters", "paper": "exactly 50.0 % in all 25 settings"},
+}
+"""The paper's claims and numbers, by the ids of the notebook."""
