@@ -25,6 +25,7 @@ _LAZY = {
     "check": "nbkit.check",
     "doctor": "nbkit.doctor",
     "errors": "nbkit.errors",
+    "gallery": "nbkit.gallery",
     "kernels": "nbkit.kernels",
     "load_model": "nbkit.loaders:load_model",
     "load_recording": "nbkit.loaders:load_recording",
