@@ -256,7 +256,7 @@ def quotas(mass: Tensor, bounds: Segmentation, keep: int, min_keep: int = 1, *, 
 
     >>> s = segments(torch.ones(100), 0.25, (1, 100))
     >>> quotas(torch.ones(100), s, 10, 1).tolist()
-    [3, 2, 2, 3]
+    [2, 3, 2, 3]
     """
     slots = bounds.ids.shape[-1]
     if keep < 0 or min_keep < 0:

@@ -234,6 +234,6 @@ def describe_inspection(result: Mapping) -> str:
     total = result["raster"].shape[1]
     return (
         f"After {result['seen'][-1]} of {total} tokens, {len(result['seen'])} evictions left {len(result['kept'])} entries at the chosen event, "
-        f"spread over {len(result['quota'])} segments; {result['wiped'][-1]:.0%} of the blocks of {BLOCK} original positions are wiped out in the end; "
+        f"spread over {len(result['quota'])} segments; {result['wiped'][-1]:.0%} of the blocks of {BLOCK} original positions are gone in the end; "
         f"{result['floor_lost']} segments lost their floor."
     )

@@ -25,8 +25,8 @@ def wipe_out_rate(kept, seen: int, block: int = 32) -> np.ndarray:
     The paper reports a "region wipe-out rate" without a formula; this is ours. Positions are whatever ``kept`` counts: original ones, or
     current slots for the per-event form.
 
-    >>> float(wipe_out_rate(np.array([0, 1, 70]), seen=96))
-    0.3333333333333333
+    >>> float(wipe_out_rate(np.array([0, 1, 70]), seen=128))
+    0.5
     """
     if seen < block:
         raise InputError("seen", got=seen, allowed=f">= {block}, one block")
