@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import statistics
+import subprocess
+from pathlib import Path
 
 from nbkit import bench
 from nbkit.errors import MissingResourceError
@@ -146,14 +149,75 @@ def _gather_equals_mask() -> None:
     assert torch.allclose(a, b, atol=1e-3), f"largest difference {float((a - b).abs().max()):.2g}"
 
 
-def _kvpress() -> bench.Measured:
-    raise MissingResourceError(
-        "kvpress", got="not run", hint="it pins an older transformers: give a Python that has it in NBKIT_KVPRESS_PYTHON; see README, Bench"
-    )
+NEW_TOKENS, PEER_PROMPT = 192, 256
+
+
+@functools.lru_cache(maxsize=1)
+def _kvpress() -> dict:
+    """kvpress' answer on the same weights and prompt, from the Python named by NBKIT_KVPRESS_PYTHON."""
+    import torch
+
+    from nbkit.loaders.models import tokenizer_file
+
+    python = os.environ.get("NBKIT_KVPRESS_PYTHON")
+    if not python:
+        raise MissingResourceError("NBKIT_KVPRESS_PYTHON", got="not set", hint="name a Python that has kvpress; see README, Bench")
+    model, ids = _setting()
+    request = {
+        "folder": str(tokenizer_file("smollm2-135m").parent), "ids": ids[0, :PEER_PROMPT].tolist(), "new_tokens": NEW_TOKENS, "interval": INTERVAL,
+        "keep": KEEP, "repeat": 3, "threads": torch.get_num_threads(),
+    }
+    script = Path(__file__).parent.parent / "peers" / "kvpress_decoding.py"
+    # Kept out of our own package path: the peer must see its environment's libraries only.
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([python, str(script)], input=json.dumps(request), capture_output=True, text=True, timeout=1800, env=env)
+    if done.returncode:
+        raise MissingResourceError("kvpress", got=done.stderr.strip().splitlines()[-1:], hint="run nbkit/peers/kvpress_decoding.py by hand")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@functools.lru_cache(maxsize=1)
+def _ours() -> tuple[list[int], list[float], int]:
+    """The same policy here: KeyDiff, no protected tokens, one segment; tokens, seconds and slots at the end."""
+    import time
+
+    import torch
+
+    from nbkit.methods.ams import CompactedCache
+
+    model, ids = _setting()
+    ids = ids[:, :PEER_PROMPT]
+    policy = _policy(scorer="keydiff", allocation="none", sinks=0, recent=0)
+    seconds = []
+    for _ in range(4):
+        cache = CompactedCache(model.config, policy, record="none")
+        begin = time.perf_counter()
+        with torch.inference_mode(), policy.attach(model):
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        seconds.append(time.perf_counter() - begin)
+    return out[0, PEER_PROMPT:].tolist(), seconds[1:], cache.layers[0].slots
+
+
+def _beside_kvpress() -> bench.Measured:
+    ours, theirs = _ours()[1], _kvpress()["seconds"]
+    return bench.Measured(statistics.median(ours), statistics.median(theirs), n=len(ours), low=min(ours), high=max(ours))
+
+
+def _equals_kvpress() -> None:
+    """The same tokens until the first compaction, and the same number of slots after the last one.
+
+    After it the texts may part: kvpress derives positions from the compacted length or not, depending on the transformers it runs on.
+    """
+    theirs, (tokens, _, slots) = _kvpress(), _ours()
+    assert theirs["tokens"][:INTERVAL] == tokens[:INTERVAL], "different tokens before the first compaction: not the same model or prompt"
+    assert abs(theirs["slots"] - slots) <= 1, f"{theirs['slots']} slots against {slots}"
 
 
 ROWS = (
     bench.Row("ams: selection per event", "% of decoding", "the decoding steps of one interval", _selection_share, _selection_is_exact, goal=5.0),
     bench.Row("ams: bytes held at 1,024 tokens", "% of full", "full cache", _bytes_share, _bytes_are_exact),
     bench.Row("ams: decoding step, gathered cache", "ms", "masked full cache, same entries", _gather_against_mask, _gather_equals_mask),
+    bench.Row("ams: 192 tokens, KeyDiff at 128 entries", "s", "kvpress DecodingPress", _beside_kvpress, _equals_kvpress),
 )

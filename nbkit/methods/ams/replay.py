@@ -130,7 +130,8 @@ def replay(recording: Recording, policy: SegmentedPolicy, layer: int, prefill: i
             held = slots
             continue
         k, v = kernels.gather_rows((keys[None], values[None]), slots[None])
-        first = seen - min(BUFFER, policy.interval)
+        # The buffer is emptied at every interval, so only the first one can still see the prefill's queries.
+        first = seen - min(BUFFER, policy.interval if seen > prefill + policy.interval else seen)
         window = QueryWindow(
             queries[None, :, first:seen],
             torch.arange(first, seen),
