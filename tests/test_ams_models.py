@@ -331,8 +331,9 @@ def test_asking_for_rotations_far_ahead_leaves_the_model_alone():
     model, ids = AutoModelForCausalLM.from_config(config).eval(), prompt(length=60)
     before = model.model.rotary_emb.inv_freq.clone()
     cache = CompactedCache(config, policy(scorer="expected_attention"))
-    close(read(model, cache, ids, [40, 10]), reference(model, ids, cache.events))
+    got = read(model, cache, ids, [40, 10])
     assert len(cache.events) == 2 and torch.equal(model.model.rotary_emb.inv_freq, before)
+    close(got, reference(model, ids, cache.events))
 
 
 def test_credit_is_gathered_with_the_kept_entries():
