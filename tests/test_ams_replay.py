@@ -151,7 +151,8 @@ def test_grid_looks_up_and_compares():
         {"cell": {}, "correct_lines": [9, 9]}, {"cell": {"keep": 8, "scorer": "tova"}, "correct_lines": [3, 5]},
         {"cell": {"keep": 8, "scorer": "tova", "ema": [0.9, 1.0]}, "correct_lines": [5, 9]},
     ]
-    grid = ams.Grid({"pass_lines": 5, "cells": rows})
+    grid = ams.Grid({"pass_lines": 5, "base": {"window": 32, "seg_len": [8, 64]}, "cells": rows})
+    assert grid.row(keep=8, scorer="tova", window=32, seg_len=[8, 64]) is rows[1], "spelling out a common setting finds the same cell"
     assert grid("passed", keep=8, scorer="tova").tolist() == [0, 1] and grid("passed@3", keep=8, scorer="tova").tolist() == [1, 1]
     assert grid("passed").tolist() == [1, 1] and grid.budgets == [8]
     gain = grid.gain("correct_lines", {"scorer": "tova", "ema": (0.9, 1.0)}, {"scorer": "tova"}, [8])

@@ -139,7 +139,8 @@ def replay(recording: Recording, policy: SegmentedPolicy, layer: int, prefill: i
             recording.rotary,
             policy.seed * 1_000_003 + len(events) * 1009 + layer,
         )
-        scores = policy.score(k, v, window, slots[None])
+        visible = slots if alive is None else slots.masked_fill(~alive, torch.iinfo(torch.int64).max)
+        scores = policy.score(k, v, window, visible[None])
         evidence = None
         if policy.needs_evidence:
             last = window.last(min(policy.window, slots.shape[-1] - 1))

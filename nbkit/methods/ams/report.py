@@ -24,7 +24,7 @@ class Grid:
 
     def __init__(self, data: Mapping):
         self.data = data
-        self._rows = {_freeze(row["cell"]): row for row in data["cells"]}
+        self._rows = {self._key(row["cell"]): row for row in data["cells"]}
 
     @property
     def budgets(self) -> list[int]:
@@ -33,11 +33,16 @@ class Grid:
 
     def row(self, **cell) -> Mapping:
         """The stored record of one cell; no arguments mean the full cache."""
-        key = _freeze(cell)
+        key = self._key(cell)
         if key not in self._rows:
             near = sorted(str(dict(k)) for k in self._rows if dict(k).get("keep") == cell.get("keep"))
             raise InputError("cell", got=cell, allowed="; ".join(near[:8]) + " ...", hint="only precomputed cells can be looked up")
         return self._rows[key]
+
+    def _key(self, cell: Mapping) -> tuple:
+        """A cell with everything it leaves at the recording's common settings filled in; the full cache has none."""
+        full = {**self.data.get("base", {}), **cell} if cell else {}
+        return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in full.items()))
 
     def __call__(self, what: str, **cell) -> np.ndarray:
         """One number per unit (chain, text, question or prompt).
@@ -73,10 +78,6 @@ class Grid:
 def _range(rows: np.ndarray) -> float:
     means = rows.mean(0)
     return float(means.max() - means.min())
-
-
-def _freeze(cell: Mapping) -> tuple:
-    return tuple(sorted((k, tuple(v) if isinstance(v, list) else v) for k, v in cell.items()))
 
 
 PAPER: dict[str, dict[str, str]] = {
