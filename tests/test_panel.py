@@ -87,6 +87,24 @@ def test_an_update_is_one_message_with_only_what_changed():
     assert len(sent) == 1, "nothing changed, nothing sent"
 
 
+def test_the_live_figure_reaches_the_front_end_whole(monkeypatch):
+    """A front end that is slow to load plotly misses what is sent after the opening message, and would show empty axes."""
+    import comm
+    from comm.base_comm import BaseComm
+
+    sent = []
+
+    class Recorded(BaseComm):
+        def publish_msg(self, msg_type, data=None, **rest):
+            sent.append((msg_type, (data or {}).get("state", {})))
+
+    monkeypatch.setattr(comm, "create_comm", lambda *args, **kwargs: Recorded(*args, **kwargs))
+    make()._widget()
+    figures = [state for kind, state in sent if "_widget_data" in state]
+    assert len(figures) == 1 and len(figures[0]["_widget_data"]) == 3 and "template" in figures[0]["_widget_layout"]
+    assert {kind for kind, _ in sent} == {"comm_open"}
+
+
 class Counting:
     """A compute that remembers its calls and can be held back."""
 

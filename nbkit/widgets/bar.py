@@ -1,4 +1,4 @@
-"""Front end of a panel: a grid of native form controls with a summary and a status line, as one anywidget.
+"""Front end of a panel: a grid of native form controls with a summary and a status line, and the live figure.
 
 Native controls are used because they carry their name, value and focus ring to keyboards and screen readers, which the
 sliders of ipywidgets do not. The script has no dependency, so it works without a network.
@@ -6,7 +6,10 @@ sliders of ipywidgets do not. The script has no dependency, so it works without 
 
 from __future__ import annotations
 
+from typing import Any
+
 import anywidget
+import plotly.graph_objects as go
 import traitlets
 
 _SCRIPT = r"""
@@ -191,3 +194,26 @@ class ControlBar(anywidget.AnyWidget):
     status = traitlets.Unicode().tag(sync=True)
     error = traitlets.Unicode().tag(sync=True)
     dark = traitlets.Bool(False).tag(sync=True)
+
+
+class LiveFigure(go.FigureWidget):
+    """A FigureWidget that reaches the front end whole.
+
+    plotly's own opens its channel first, empty, and sends data and layout afterwards; a front end that is still loading the
+    five megabytes of script by then shows empty axes for good. Here nothing is sent before `open()`.
+    """
+
+    _complete = False
+
+    def __init__(self, figure: dict[str, Any], config: dict[str, Any], template: Any):
+        super().__init__(figure)
+        self.layout.template = template
+        self._config = self._config | config
+        self.add_class("nbkit-figure")
+        self._complete = True
+        self.open()
+
+    def open(self) -> None:
+        """Send the whole state, once it is complete."""
+        if self._complete:
+            super().open()

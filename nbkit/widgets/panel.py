@@ -320,13 +320,16 @@ class Panel:
                 self._bar.error = f"{type(error).__name__}: {error}\nat {_words(params)}"
 
     def _build(self, figure: Any, sentence: str = "", *, live: bool) -> tuple[Any, _Description]:
+        drawn = _Description.of(figure, sentence)
+        spec, template = {"data": drawn.data, "layout": drawn.layout}, theme.template(self._bar is not None and self._bar.dark)
+        if live:
+            from nbkit.widgets.bar import LiveFigure
+
+            return LiveFigure(spec, PLOT_CONFIG, template), drawn
         import plotly.graph_objects as go
 
-        drawn = _Description.of(figure, sentence)
-        built = (go.FigureWidget if live else go.Figure)({"data": drawn.data, "layout": drawn.layout})
-        built.layout.template = theme.template(self._bar is not None and self._bar.dark)
-        if live:
-            built._config = built._config | PLOT_CONFIG
+        built = go.Figure(spec)
+        built.layout.template = template
         return built, drawn
 
     @staticmethod
@@ -361,9 +364,8 @@ class Panel:
             self._bar.observe(self._moved, "indices")
             self._bar.observe(self._recolour, "dark")
             self._figure, self._drawn = self._build(self._draw(self._result), self.alt, live=True)
-            self._figure.add_class("nbkit-figure")
-            self._box = ipywidgets.VBox([self._bar, self._figure], layout={"width": "100%", "overflow": "hidden", "padding": "2px"})
-            self._box.add_class("nbkit-panel")
+            layout = {"width": "100%", "overflow": "hidden", "padding": "2px"}
+            self._box = ipywidgets.VBox([self._bar, self._figure], layout=layout, _dom_classes=["nbkit-panel"])
         return self._box
 
     def _mirror(self) -> None:

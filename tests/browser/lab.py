@@ -257,8 +257,21 @@ class Notebook:
         return self.page.evaluate("([title, keys]) => nbkit.data(title, keys)", [title, list(_KEYS)])
 
     def wait_plot(self, title: str, seconds: float = 90) -> None:
-        """Wait until the panel's figure is drawn."""
-        self._until(f"nbkit.plot({json.dumps(title)})?.data?.length > 0", seconds)
+        """Bring the panel into view (JupyterLab builds outputs when they come near the screen) and wait until its figure is drawn."""
+        drawn = f"nbkit.plot({json.dumps(title)})?.data?.length > 0"
+        cells = self.page.evaluate(
+            "() => jupyterapp.shell.currentWidget.content.widgets.map((c, i) => [c, i]).filter(([c]) => c.model.type === 'code' &&"
+            " [...Array(c.model.outputs.length).keys()].some(k => 'application/vnd.jupyter.widget-view+json' in c.model.outputs.get(k).data))"
+            ".map(([c, i]) => i)"
+        )
+        stop = time.monotonic() + seconds
+        while time.monotonic() < stop:
+            for index in cells:
+                self.page.evaluate("(i) => { jupyterapp.shell.currentWidget.content.scrollToItem(i, 'start') }", index)
+                self.page.wait_for_timeout(500)
+                if self.page.evaluate(f"() => {drawn}"):
+                    return
+        self._until(drawn, 1)
 
     def slider(self, title: str, label: str) -> Any:
         """Focus a slider by its accessible name and return it."""
