@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 import pytest
 
 from nbkit.errors import InputError, RunError
-from nbkit.widgets import Panel, controls
+from nbkit.widgets import Panel, controls, theme
 from nbkit.widgets.panel import MAY_BE_EMPTY, PATIENCE, decoded
 
 
@@ -101,7 +101,8 @@ def test_the_live_figure_reaches_the_front_end_whole(monkeypatch):
     monkeypatch.setattr(comm, "create_comm", lambda *args, **kwargs: Recorded(*args, **kwargs))
     make()._widget()
     figures = [state for kind, state in sent if "_widget_data" in state]
-    assert len(figures) == 1 and len(figures[0]["_widget_data"]) == 3 and "template" in figures[0]["_widget_layout"]
+    assert len(figures) == 1 and len(figures[0]["_widget_data"]) == 3
+    assert figures[0]["_widget_layout"]["template"]["layout"]["colorway"] == list(theme.COLORS), "with the project's look, not plotly's own"
     assert {kind for kind, _ in sent} == {"comm_open"}
 
 

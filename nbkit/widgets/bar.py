@@ -145,7 +145,7 @@ _STYLE = """
 .nbkit-reset { font: inherit; font-size: 13px; color: var(--soft); background: none; border: 1px solid var(--line); border-radius: 6px;
   padding: 1px 10px; cursor: pointer; }
 .nbkit-reset:hover { color: var(--ink); border-color: var(--soft); }
-.nbkit-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(230px, 100%), 1fr)); gap: 6px 26px; align-items: end; }
+.nbkit-grid { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(185px, 100%), 1fr)); gap: 4px 22px; align-items: end; }
 .nbkit-control { display: grid; grid-template-columns: 1fr auto; column-gap: 8px; align-items: center; min-width: 0; }
 .nbkit-label { overflow-wrap: anywhere; color: var(--soft); }
 .nbkit-value { grid-area: 1 / 2; font-variant-numeric: tabular-nums; font-weight: 600; white-space: nowrap; }
@@ -205,9 +205,8 @@ class LiveFigure(go.FigureWidget):
 
     _complete = False
 
-    def __init__(self, figure: dict[str, Any], config: dict[str, Any], template: Any):
+    def __init__(self, figure: dict[str, Any], config: dict[str, Any]):
         super().__init__(figure)
-        self.layout.template = template
         self._config = self._config | config
         self.add_class("nbkit-figure")
         self._complete = True

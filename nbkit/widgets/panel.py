@@ -321,16 +321,15 @@ class Panel:
 
     def _build(self, figure: Any, sentence: str = "", *, live: bool) -> tuple[Any, _Description]:
         drawn = _Description.of(figure, sentence)
-        spec, template = {"data": drawn.data, "layout": drawn.layout}, theme.template(self._bar is not None and self._bar.dark)
+        template = theme.template(self._bar is not None and self._bar.dark)
+        spec = {"data": drawn.data, "layout": drawn.layout | {"template": template}}
         if live:
             from nbkit.widgets.bar import LiveFigure
 
-            return LiveFigure(spec, PLOT_CONFIG, template), drawn
+            return LiveFigure(spec, PLOT_CONFIG), drawn
         import plotly.graph_objects as go
 
-        built = go.Figure(spec)
-        built.layout.template = template
-        return built, drawn
+        return go.Figure(spec), drawn
 
     @staticmethod
     def _transfer(target: Any, old: _Description, figure: Any, sentence: str) -> _Description:
