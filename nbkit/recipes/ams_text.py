@@ -7,6 +7,7 @@ compacted cache. Cells are paired text by text. Each finished cell is written at
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from pathlib import Path
@@ -59,16 +60,18 @@ def texts():
     return np.stack([d.ids for d in nbkit.load_text("prose", split="held-out", n=TEXTS, tokens=TOKENS, tokenizer=_model().tokenizer)])
 
 
-def read(model, ids, cell: dict, chunk: int = 64, record: str = "positions"):
-    """Teacher-force ``ids`` (texts, tokens) chunk by chunk; returns (loss of every predicted token (texts, tokens - 1) in nats, cache)."""
+def read(model, ids, policy, chunk: int = 64, record: str = "positions"):
+    """Teacher-force ``ids`` (texts, tokens) chunk by chunk under a policy (None: full cache).
+
+    Returns (loss of every predicted token (texts, tokens - 1) in nats, cache).
+    """
     import torch
     from transformers import DynamicCache
 
     from nbkit.methods.ams import CompactedCache
 
     losses = []
-    policy = policy_of(cell) if cell else None
-    cache = CompactedCache(model.config, policy, record=record) if cell else DynamicCache(config=model.config)
+    cache = CompactedCache(model.config, policy, record=record) if policy else DynamicCache(config=model.config)
 
     def go() -> None:
         before = None
@@ -142,7 +145,7 @@ def evaluate_text(cell: dict) -> dict:
     first = cell.get("keep", 0)
     nll, facts = [], []
     for at in range(0, len(ids), BATCH):
-        losses, cache = read(loaded.model, ids[at : at + BATCH], cell)
+        losses, cache = read(loaded.model, ids[at : at + BATCH], policy_of(cell) if cell else None)
         # Tokens after the first compaction of the tightest budget; the same tokens for every cell.
         nll += losses[:, 127:].mean(1).tolist()
         if cell:
@@ -192,7 +195,9 @@ def _grid(name: str, grid: list[dict], evaluate, work_dir: Path, out_dir: Path, 
 
 PROMPTS, NEEDLES, CONTEXT = 12, 8, 512
 NEEDLE_BUDGETS = (128, 256)
-COLOURS = ("red", "blue", "green", "black", "white", "yellow", "brown", "grey")
+OWNERS = ("cat", "dog", "horse", "cow", "bird", "fish", "lion", "bear")
+FACT, QUESTION = "\n\nRemember: the password of the {} is {}.\n\n", "\n\nRemember: the password of the {} is"
+"""Chosen among four wordings as the one the full cache answers best, on calibration texts."""
 
 
 def needle_cells() -> list[dict]:
@@ -217,7 +222,7 @@ def needle_prompts():
     for filler in texts()[:PROMPTS]:
         codes = rng.integers(1000, 10000, NEEDLES)
         order = rng.permutation(NEEDLES)
-        facts = [encode(f"\nThe code of the {COLOURS[j]} box is {codes[j]}.\n") for j in order]
+        facts = [encode(FACT.format(OWNERS[j], codes[j])) for j in order]
         room = CONTEXT - sum(map(len, facts)) - 8
         cuts = np.linspace(0, room, NEEDLES + 2).astype(int)[1:-1]
         row, at = [], 0
@@ -226,8 +231,8 @@ def needle_prompts():
             at = cut
         row += filler[at : at + CONTEXT - len(row)].tolist()
         contexts.append(row)
-        questions.append([encode(f"\nThe code of the {COLOURS[j]} box is ") for j in range(NEEDLES)])
-        answers.append([encode(str(codes[j])) for j in range(NEEDLES)])
+        questions.append([encode(QUESTION.format(owner)) for owner in OWNERS])
+        answers.append([encode(f" {code}") for code in codes])
     return np.array(contexts), np.array(questions), np.array(answers)
 
 
@@ -235,37 +240,24 @@ def evaluate_needles(cell: dict) -> dict:
     """Exact recall (greedy digits) and log-probability of every answer, asked through the compacted cache."""
     import torch
 
-    from nbkit.methods.ams import CompactedCache  # noqa: F401 - the cache type that read() fills
-
     model, start = _model().model, time.perf_counter()
-    contexts, questions, answers = (torch.from_numpy(a) for a in needle_prompts())
-    exact, logprob = [], []
     policy = policy_of(cell) if cell else None
-    for row in range(len(contexts)):
-        _, cache = read(model, contexts[row : row + 1], cell)
-        # The eight questions share the context: the cache is copied along the batch, not read again.
-        cache.batch_repeat_interleave(NEEDLES)
-        asked = torch.cat([questions[row], answers[row]], 1)
-
-        def ask(asked=asked, cache=cache):
-            with torch.inference_mode():
-                return model(asked, cache=cache, use_cache=True).logits.float()
-
-        if policy is None:
-            logits = ask()
-        else:
-            with policy.attach(model):
-                logits = ask()
-        n = answers.shape[2]
-        log_p = logits[:, -n - 1 : -1].log_softmax(-1)
-        exact += (log_p.argmax(-1) == answers[row]).all(1).int().tolist()
-        logprob += log_p.gather(-1, answers[row].unsqueeze(-1)).sum((1, 2)).tolist()
+    contexts, questions, answers = (torch.from_numpy(a) for a in needle_prompts())
+    _, cache = read(model, contexts, policy)
+    # The eight questions share their context: the cache is copied along the batch, not read again.
+    cache.batch_repeat_interleave(NEEDLES)
+    answers = answers.flatten(0, 1)
+    asked = torch.cat([questions.flatten(0, 1), answers], 1)
+    with torch.inference_mode(), policy.attach(model) if policy else contextlib.nullcontext():
+        logits = model(asked, cache=cache, use_cache=True).logits.float()
+    log_p = logits[:, -answers.shape[1] - 1 : -1].log_softmax(-1)
+    logprob = log_p.gather(-1, answers.unsqueeze(-1)).sum((1, 2))
     return {
         "key": cell_key(cell),
         "cell": cell,
-        "exact": exact,
-        "logprob": [round(x, 4) for x in logprob],
-        "prompt": [row for row in range(len(contexts)) for _ in range(NEEDLES)],
+        "exact": (log_p.argmax(-1) == answers).all(1).int().tolist(),
+        "logprob": [round(x, 4) for x in logprob.tolist()],
+        "prompt": [row for row in range(PROMPTS) for _ in range(NEEDLES)],
         "seconds": round(time.perf_counter() - start, 1),
     }
 
