@@ -38,6 +38,7 @@ PATIENCE = 2
 PLOT_CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtonsToRemove": ["lasso2d", "select2d", "autoScale2d"]}
 
 _DATA_KEYS = ("x", "y", "z", "r", "theta", "values", "a", "b", "c")
+_OBJECTS = ("shapes", "annotations", "images")
 # Traces whose content is not held in the arrays above.
 _OTHER_TRACES = {"table", "indicator", "image", "sankey", "treemap", "sunburst", "icicle", "parcats", "parcoords", "splom"}
 
@@ -215,7 +216,8 @@ class Panel:
 
         vary: the control that moves (default: the first slider). steps: at most 50 positions; halved until the figure fits `max_bytes`.
 
-        Raises: InputError for an unknown control or too many steps; RunError when three steps do not fit.
+        Raises: InputError for an unknown control or too many steps; RunError when three steps do not fit, or draw sets an attribute at
+        some steps only.
         """
         import plotly.graph_objects as go
 
@@ -254,9 +256,11 @@ class Panel:
         paths = [sorted({path for p in pictures for path, _ in _changes(base.data[k], p.data[k])}) for k in range(len(base.data))]
         layout_paths = sorted({path for p in pictures for path, _ in _changes(base.layout, p.layout)})
         moving = [k for k, found in enumerate(paths) if found]
+        layouts, kinds = [p.layout for p in pictures], base.kinds()
+        columns = {k: [p.data[k] for p in pictures] for k in moving}
         frames = [
-            {"name": str(i), "traces": moving, "data": [{"type": base.data[k].get("type", "scatter")} | _nested(p.data[k], paths[k]) for k in moving],
-             "layout": _nested(p.layout, layout_paths)}
+            {"name": str(i), "traces": moving, "data": [{"type": kinds[k]} | _nested(p.data[k], paths[k], columns[k]) for k in moving],
+             "layout": _nested(p.layout, layout_paths, layouts)}
             for i, p in enumerate(pictures)
         ]
         play = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
@@ -549,13 +553,27 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any], path: tuple[str, ..
             yield (*path, key), after
 
 
-def _nested(source: Mapping[str, Any], paths: Sequence[tuple[str, ...]]) -> dict[str, Any]:
-    """The part of `source` under `paths`; None where it has nothing."""
+def _at(source: Mapping[str, Any], path: tuple[str, ...]) -> Any:
+    value: Any = source
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _nested(source: Mapping[str, Any], paths: Sequence[tuple[str, ...]], others: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The part of `source` under `paths`; an empty list (or one invisible object) where only the `others` have a list.
+
+    Raises: RunError where only the others have a value: a frame cannot take one away.
+    """
     out: dict[str, Any] = {}
     for path in paths:
-        value: Any = source
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
+        value = _at(source, path)
+        if value is None:
+            # plotly drops an empty list of layout objects, which would leave those of the frame before.
+            value = [{"visible": False}] if path[-1] in _OBJECTS else []
+            if any(not isinstance(_at(other, path), (list, tuple, np.ndarray, type(None))) for other in others):
+                raise RunError(f"attribute {'.'.join(path)}", got="set at some settings only", allowed="set at all of them, or at none",
+                               hint="give it in draw(result) always, also where it has its default")
         inner = out
         for key in path[:-1]:
             inner = inner.setdefault(key, {})
