@@ -201,14 +201,19 @@ def _body(book: Mapping[str, Any], names: set[str]) -> str:
         if cell.get("cell_type") == "markdown":
             page = markdown(source)
             # Links between notebooks become links between pages.
-            page = _LINK.sub(lambda m: f'href="{m[1]}.html{m[2] or ""}"' if m[1] in names else m[0], page)
+            page = _links(page, names)
             parts.append(f'<section class="prose">{page}</section>')
         elif cell.get("cell_type") == "code":
             if source.strip():
                 lines = source.rstrip().count("\n") + 1
                 parts.append(f'<details class="code"><summary>Code ({lines} line{"s" if lines > 1 else ""})</summary>{_highlight(source)}</details>')
-            parts.extend(_output(output, f"{len(parts)}-{k}") for k, output in enumerate(cell.get("outputs", [])))
+            parts.extend(_links(_output(output, f"{len(parts)}-{k}"), names) for k, output in enumerate(cell.get("outputs", [])))
     return "\n".join(part for part in parts if part)
+
+
+def _links(page: str, names: set[str]) -> str:
+    """Links between notebooks become links between pages, in the text and in what cells show, such as the gallery of the index."""
+    return _LINK.sub(lambda m: f'href="{m[1]}.html{m[2] or ""}"' if m[1] in names else m[0], page)
 
 
 def _output(output: Mapping[str, Any], key: str) -> str:
