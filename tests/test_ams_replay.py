@@ -135,7 +135,7 @@ def test_drawing_has_one_structure(recording):
         policy = ams.SegmentedPolicy(keep=40, interval=16, recent=8, seg_len=(4, 16), allocation=allocation)
         figure = ams.draw_inspection(ams.inspect_layer(recording, policy, 0, 1, 0.5))
         kinds.add(tuple(trace.type for trace in figure.data))
-        assert figure.layout.xaxis3.title.text == "original position (tokens)"
+        assert figure.layout.xaxis4.title.text == "tokens seen" and figure.layout.yaxis.title.text == "share"
     assert kinds == {("bar", "scatter", "scatter", "bar", "bar", "heatmap", "scatter", "scatter")}
 
 

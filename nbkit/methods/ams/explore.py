@@ -114,9 +114,13 @@ def _layout() -> dict:
     """The part of the figure that no result changes; building it is slower than drawing."""
     from plotly.subplots import make_subplots
 
-    titles = ("attention mass and its segments", "entries per segment", "every event: what is still in the cache", "over events")
+    titles = (
+        "attention mass and its segments, by original position (tokens)",
+        "entries per segment",
+        "every event: what is still in the cache, by original position (tokens)",
+        "over events",
+    )
     figure = make_subplots(rows=4, cols=1, row_heights=[0.26, 0.16, 0.38, 0.2], vertical_spacing=0.075, subplot_titles=titles)
-    figure.update_xaxes(title_text="original position (tokens)", row=3, col=1)
     figure.update_xaxes(title_text="tokens seen", row=4, col=1)
     figure.update_yaxes(title_text="share", row=1, col=1)
     figure.update_yaxes(title_text="entries", rangemode="tozero", row=2, col=1)
