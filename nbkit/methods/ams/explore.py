@@ -126,7 +126,9 @@ def _layout() -> dict:
     figure.update_yaxes(title_text="entries", rangemode="tozero", row=2, col=1)
     figure.update_yaxes(title_text="event at", type="category", autorange="reversed", nticks=8, row=3, col=1)
     figure.update_yaxes(title_text="share", range=[0, 1.02], row=4, col=1)
-    figure.update_layout(barmode="overlay", height=820, margin={"t": 40, "b": 45}, legend={"orientation": "h", "y": -0.08})
+    figure.update_layout(
+        barmode="overlay", height=890, margin={"t": 40, "b": 130}, legend={"orientation": "h", "yanchor": "top", "y": -0.09}
+    )
     layout = figure.layout.to_plotly_json()
     layout.pop("template", None)
     return layout
