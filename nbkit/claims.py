@@ -648,7 +648,8 @@ _STYLE = " ".join("""
 .nbkit-claims { color: var(--jp-content-font-color1, inherit); overflow-x: auto; margin: .5em 0; }
 .nbkit-claims table { border-collapse: collapse; width: 100%; max-width: 75em; margin: 0; color: inherit; font-size: .95em; line-height: 1.4; }
 .nbkit-claims caption { text-align: left; font-weight: 600; padding: .3em 0; caption-side: top; color: inherit; }
-.nbkit-claims table th, .nbkit-claims table td { text-align: left !important; vertical-align: top; padding: .45em .7em; white-space: normal; max-width: none;
+.nbkit-claims table th, .nbkit-claims table td { text-align: left !important; vertical-align: top; padding: .45em .7em;
+ white-space: normal; max-width: none;
  border: 0; border-bottom: 1px solid var(--jp-border-color2, rgba(128, 128, 128, .4)); }
 .nbkit-claims table tbody tr, .nbkit-claims table tbody tr:nth-child(odd), .nbkit-claims table tbody tr:hover { background: transparent; }
 .nbkit-claims table th:nth-child(4) { width: 42%; }
