@@ -284,9 +284,9 @@ def test_a_folder_of_ones_own(tiny, tmp_path):
 
 def test_the_environment_variable_comes_before_the_project(saved, tiny, tmp_path, monkeypatch):
     tiny.save_pretrained(tmp_path / "mine")
-    monkeypatch.setenv("NBKIT_MODEL_REGISTER_CHAIN", str(tmp_path / "mine"))
+    monkeypatch.setenv("NBKIT_MODEL_LOOKUP_CHAIN", str(tmp_path / "mine"))
     assert load_model("lookup-chain").provenance.loaded_from == "environment"
-    monkeypatch.setenv("NBKIT_MODEL_REGISTER_CHAIN", str(tmp_path / "absent"))
+    monkeypatch.setenv("NBKIT_MODEL_LOOKUP_CHAIN", str(tmp_path / "absent"))
     with pytest.raises(MissingResourceError, match="absent"):
         load_model("lookup-chain")
 

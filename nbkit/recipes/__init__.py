@@ -38,21 +38,21 @@ RECIPES: dict[str, Recipe] = {
     for recipe in (
         Recipe(
             "lookup-chain", "a small Llama that walks a long chain of table lookups, for pass@1 under a cache budget",
-            ("models/lookup-chain",), 60, "nbkit.recipes.lookup_chain:run",
+            ("models/lookup-chain",), 25, "nbkit.recipes.lookup_chain:run",
         ),
         Recipe(
-            "ams-chain", "pass@1 of that model by policy, scorer and budget", ("recordings/ams-chain",), 60, "nbkit.recipes.ams_chain:run",
+            "ams-chain", "pass@1 of that model by policy, scorer and budget", ("recordings/ams-chain",), 22, "nbkit.recipes.ams_chain:run",
         ),
         Recipe(
-            "ams-text", "loss of SmolLM2-135M on held-out prose by policy, scorer and budget", ("recordings/ams-text",), 60,
+            "ams-text", "loss of SmolLM2-135M on held-out prose by policy, scorer and budget", ("recordings/ams-text",), 40,
             "nbkit.recipes.ams_text:run_text",
         ),
         Recipe(
-            "ams-needles", "facts that SmolLM2-135M finds again in a long text by policy, scorer and budget", ("recordings/ams-needles",), 60,
+            "ams-needles", "facts that SmolLM2-135M finds again in a long text by policy, scorer and budget", ("recordings/ams-needles",), 17,
             "nbkit.recipes.ams_text:run_needles",
         ),
         Recipe(
-            "ams-loops", "repetition in what SmolLM2-135M writes with a full and a compacted cache", ("recordings/ams-loops",), 60,
+            "ams-loops", "repetition in what SmolLM2-135M writes with a full and a compacted cache", ("recordings/ams-loops",), 18,
             "nbkit.recipes.ams_text:run_loops",
         ),
     )
