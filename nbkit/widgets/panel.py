@@ -264,15 +264,18 @@ class Panel:
             for i, p in enumerate(pictures)
         ]
         play = {"mode": "immediate", "frame": {"duration": 0, "redraw": True}, "transition": {"duration": 0}}
+        # The slider goes below whatever the author put under the axes: titles, a legend.
+        bottom = base_figure.layout.margin.b or 56
+        below = max(60, bottom - 5)
         slider = {
-            "active": start, "pad": {"t": 60, "b": 8}, "transition": {"duration": 0}, "len": 0.96, "x": 0.02,
+            "active": start, "pad": {"t": below, "b": 8}, "transition": {"duration": 0}, "len": 0.96, "x": 0.02,
             "currentvalue": {"prefix": f"{control.label or vary}: ", "suffix": f" {control.unit}" if control.unit else "", "font": {"size": 15}},
             "steps": [{"label": text, "method": "animate", "args": [[str(i)], play]} for i, text in enumerate(texts)],
         }
         spec = {"data": [_compact(trace) for trace in base.data], "layout": _compact(base.layout), "frames": [_compact(f) for f in frames]}
         figure = go.Figure(spec, skip_invalid=False)
         height = base_figure.layout.height or 460
-        figure.update_layout(template=theme.template(False), sliders=[slider], height=height + 110)
+        figure.update_layout(template=theme.template(False), sliders=[slider], height=height + 110 + below - 60)
         return figure
 
     # Updating.
