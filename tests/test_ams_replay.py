@@ -109,7 +109,7 @@ def test_inspection_adds_up(recording, allocation):
 
 
 def test_inspection_counts_floors_that_the_released_order_breaks():
-    """A scorer that prefers the start, as in the card's pitfall: the released order empties segments and the count says so."""
+    """A scorer that prefers the start, as in the paper's released code: the released order empties segments and the count says so."""
     class Start:
         __name__ = "start"
 
@@ -207,3 +207,37 @@ def test_token_strip_escapes_and_marks():
     assert page.count("font-weight:600") == 1 and page.index("font-weight:600") < page.index(" kept")
     with pytest.raises(InputError):
         token_html(["a"], kept=[], alt="")
+
+
+@pytest.mark.parametrize("bad", [
+    {"interval": 2.5}, {"interval": "64"}, {"sinks": True}, {"window": 3.5}, {"seed": "a"}, {"scorer": None}, {"scorer": 3}, {"ema": (0.9, 0.9, 0.9)},
+    {"ema": 0.9}, {"seg_len": 16}, {"seg_len": (1, 2, 3)},
+], ids=str)
+def test_policy_refuses_wrong_types(bad):
+    with pytest.raises(InputError, match=next(iter(bad))):
+        ams.SegmentedPolicy(**bad)
+
+
+def test_policy_takes_numpy_integers_and_lists():
+    policy = ams.SegmentedPolicy(keep=np.int64(64), interval=np.int32(16), seg_len=[8, 32], ema=[0.9, 0.5])
+    assert policy.keep == 64 and policy.seg_len == (8, 32)
+    assert hash(policy) == hash(ams.SegmentedPolicy(keep=64, interval=16, seg_len=(8, 32), ema=(0.9, 0.5)))
+
+
+def test_pure_functions_refuse_what_would_come_out_silently_wrong():
+    cut = ams.segments(torch.ones(40), 0.25, (1, 40))
+    for mass, keep in ((torch.full((40,), float("nan")), 8), (-torch.ones(40), 8), (torch.ones(40), 2.5), (torch.ones(40), -1)):
+        with pytest.raises(InputError):
+            ams.quotas(mass, cut, keep)
+    with pytest.raises(InputError, match="evidence"):
+        ams.mass(torch.tensor([1.0, float("inf")]))
+    scores = torch.zeros(1, 1, 60)
+    for keep in (-1, 0, 2.5):
+        with pytest.raises(InputError, match="keep"):
+            ams.SegmentedPolicy(allocation="none").select(scores, None, keep)
+
+
+@pytest.mark.parametrize("event", [2.0, -1.0, float("nan")])
+def test_inspection_refuses_events_outside(recording, event):
+    with pytest.raises(InputError, match="event"):
+        ams.inspect_layer(recording, ams.SegmentedPolicy(keep=40, interval=32), 0, 0, event)

@@ -3,7 +3,7 @@
 Everything here is a pure function of tensors, vectorised over leading axes (layers, batch, heads), and needs no model.
 
 Glossary of axes: ``T`` cache slots in order of their original positions, ``S`` segments (padded to the longest row).
-Source of the method: "Adaptive Mass-Segmented KV Compression for Long-Context Reasoning" (arXiv 2605.23200), section 3 and appendix B.
+Source of the method: "Adaptive Mass-Segmented KV Compression for Long-Context Reasoning" (arXiv 2605.23200), the method section and appendix B.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def pool(evidence: Tensor, kernel: int = 5) -> Tensor:
 def mass(evidence: Tensor, eps: float = EPS) -> Tensor:
     """Turn evidence (..., T) into mass: non-negative, each row sums to one.
 
-    Source: paper, eq. for m_t: ``(max(u_t, 0) + eps) / sum_v (max(u_v, 0) + eps)``. Computed in float64 so that cut points do
+    Source: paper, mass: ``(max(u_t, 0) + eps) / sum_v (max(u_v, 0) + eps)``. Computed in float64 so that cut points do
     not depend on the precision of the model.
 
     >>> mass(torch.tensor([1.0, 3.0]))
     tensor([0.2500, 0.7500], dtype=torch.float64)
     """
-    if torch.isnan(evidence).any():
-        raise InputError("evidence", got="NaN values", allowed="finite numbers", hint="check the model's attention inputs")
+    if not torch.isfinite(evidence).all():
+        raise InputError("evidence", got="NaN or infinite values", allowed="finite numbers", hint="check the model's attention inputs")
     positive = evidence.double().clamp_min(0) + eps
     return positive / positive.sum(-1, keepdim=True)
 
@@ -58,7 +58,7 @@ def credited(current: Tensor, credit: Tensor | None, ema: tuple[float, float]) -
     Returns:
         (mass used, new credit), both (..., T). At the first event the mass used equals ``current`` for every lambda and beta.
 
-    Source: paper, section 3.4: ``c <- lambda c + (1 - lambda) m``, ``m_used = norm(beta m + (1 - beta) norm(c))``.
+    Source: paper, EMA credit: ``c <- lambda c + (1 - lambda) m``, ``m_used = norm(beta m + (1 - beta) norm(c))``.
     """
     decay, beta = ema
     if credit is None:
@@ -157,7 +157,7 @@ def segments(mass: Tensor, segment_mass: float = 0.1, seg_len: tuple[int, int] =
     Raises:
         InputError: for NaN or negative mass, an empty row or limits that contradict each other.
 
-    Source: paper, section 3.5.
+    Source: paper, segmentation.
 
     >>> segments(torch.ones(100), 0.25, (1, 100)).lengths.tolist()
     [24, 25, 25, 26]
@@ -252,15 +252,18 @@ def quotas(mass: Tensor, bounds: Segmentation, keep: int, min_keep: int = 1, *, 
         (..., S) int64 with ``0 <= quota <= length`` and row sums of exactly ``min(keep, T)``. If the floors alone need ``keep`` or more, the
         quotas are as equal as possible and do not depend on mass; if there are more segments than entries, evenly spaced segments get one.
 
-    Source: paper, section 3.6, with largest remainders in place of round-and-correct.
+    Source: paper, quotas, with largest remainders in place of round-and-correct.
 
     >>> s = segments(torch.ones(100), 0.25, (1, 100))
     >>> quotas(torch.ones(100), s, 10, 1).tolist()
     [2, 3, 2, 3]
     """
     slots = bounds.ids.shape[-1]
-    if keep < 0 or min_keep < 0:
-        raise InputError("keep, min_keep", got=(keep, min_keep), allowed=">= 0")
+    for name, value in (("keep", keep), ("min_keep", min_keep)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise InputError(name, got=value, allowed="an integer >= 0")
+    if not bool((mass >= 0).all() & torch.isfinite(mass).all()):
+        raise InputError("mass", got="negative, infinite or NaN values", allowed="finite non-negative numbers")
     if mass.shape != bounds.ids.shape:
         raise InputError("mass", got=tuple(mass.shape), allowed=f"{tuple(bounds.ids.shape)}, the shape that was segmented")
     keep = min(keep, slots)

@@ -27,7 +27,7 @@ from .scorers import QueryWindow
 
 ATTENTION = "nbkit_compacting"
 BUFFER = 256
-"""Most recent queries kept per layer between events (paper, section 3.1)."""
+"""Most recent queries kept per layer between events (paper, schedule)."""
 
 
 @dataclass(frozen=True)

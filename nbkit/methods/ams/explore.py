@@ -39,6 +39,8 @@ def inspect_layer(recording: Recording, policy: SegmentedPolicy, layer: int, hea
     Raises:
         InputError: for a head that does not exist, or a policy that never evicts anything in this recording.
     """
+    if not 0 <= event <= 1:
+        raise InputError("event", got=event, allowed="0 (the first) to 1 (the last)")
     events = replay(recording, policy, layer)
     heads = recording.keys[0].shape[0]
     if not 0 <= head < heads:

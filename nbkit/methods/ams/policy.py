@@ -7,6 +7,7 @@ import re
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +75,7 @@ class SegmentedPolicy:
         fixed_len, chunk_len, head_floor: of the allocations "fixed", "chunk", "head".
         seed: for scorers that draw.
 
-    Source: arXiv 2605.23200, sections 3.1-3.8. The defaults are the paper's table 15, with lengths scaled to contexts of 1-2 thousand tokens.
+    Source: arXiv 2605.23200. The defaults are the paper's table 15, with lengths scaled to contexts of 1-2 thousand tokens.
 
     >>> SegmentedPolicy(scorer="snapkv", keep=64).keep
     64
@@ -110,9 +111,23 @@ class SegmentedPolicy:
             raise InputError("order", got=self.order, allowed="'paper' or 'released'")
         if self.order == "released" and self.allocation not in ("mass", "length", "fixed"):
             raise InputError("order", got=f"released with allocation {self.allocation!r}", allowed="mass, length or fixed")
-        for name, low in (("interval", 1), ("min_keep", 0), ("sinks", 0), ("recent", 0), ("window", 1), ("fixed_len", 1), ("chunk_len", 1)):
-            if getattr(self, name) < low:
-                raise InputError(name, got=getattr(self, name), allowed=f">= {low}")
+        if not callable(self._score):
+            raise InputError("scorer", got=self.scorer, allowed="a name in SCORERS or a callable")
+        least = {"interval": 1, "min_keep": 0, "sinks": 0, "recent": 0, "window": 1, "fixed_len": 1, "chunk_len": 1, "seed": 0}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < low:
+                raise InputError(name, got=value, allowed=f"an integer >= {low}")
+        for name in ("seg_len", "ema"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            elif not (isinstance(value, tuple) or (name == "ema" and value is None)):
+                raise InputError(name, got=value, allowed="a pair of numbers" + (" or None" if name == "ema" else ""))
+            if value is not None and len(value) != 2:
+                raise InputError(name, got=value, allowed="two numbers")
+        if isinstance(self.keep, np.integer):
+            object.__setattr__(self, "keep", int(self.keep))
         if self.ema is not None and not all(0 <= x <= 1 for x in self.ema):
             raise InputError("ema", got=self.ema, allowed="(lambda, beta), both in [0, 1], or None")
         if not 0 <= self.head_floor <= 1:
@@ -189,6 +204,8 @@ class SegmentedPolicy:
             Selection with exactly ``min(keep, T)`` increasing indices per head (allocation "head": that many on average).
         """
         slots = scores.shape[-1]
+        if isinstance(keep, bool) or not isinstance(keep, int | np.integer) or keep < 1:
+            raise InputError("keep", got=keep, allowed="an integer >= 1")
         if keep >= slots:
             index = torch.arange(slots, device=scores.device).expand(scores.shape).contiguous()
             return Selection(index, None, None, None, None, credit, (0, slots))
