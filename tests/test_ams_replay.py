@@ -241,3 +241,22 @@ def test_pure_functions_refuse_what_would_come_out_silently_wrong():
 def test_inspection_refuses_events_outside(recording, event):
     with pytest.raises(InputError, match="event"):
         ams.inspect_layer(recording, ams.SegmentedPolicy(keep=40, interval=32), 0, 0, event)
+
+
+@pytest.mark.parametrize(("policy", "queries"), [
+    (ams.SegmentedPolicy(scorer="tova", allocation="none", keep=40, interval=32), 1),
+    (ams.SegmentedPolicy(scorer="keydiff", window=24, keep=40, interval=32), 24),
+    (ams.SegmentedPolicy(scorer="expected_attention", keep=40, interval=32), 63),
+], ids=("tova", "window", "expected"))
+def test_only_the_queries_that_are_needed_are_buffered(model, ids, policy, queries):
+    """63 tokens in chunks of 32 and single ones, no event yet: what is buffered is what scorer and window look at, and no view of more."""
+    cache = ams.CompactedCache(model.config, policy)
+    with torch.inference_mode(), policy.attach(model):
+        model(ids[None, :32], cache=cache)
+        for i in range(32, 63):
+            model(ids[None, i : i + 1], cache=cache)
+    assert not cache.events
+    layer = cache.layers[0]
+    assert layer.window(None, 0).states.shape[2] == queries
+    held = sum(q.untyped_storage().nbytes() for q in layer.queries)
+    assert held <= (queries + 32) * 4 * 16 * 4

@@ -26,8 +26,6 @@ from .policy import SegmentedPolicy, Selection
 from .scorers import QueryWindow
 
 ATTENTION = "nbkit_compacting"
-BUFFER = 256
-"""Most recent queries kept per layer between events (paper, schedule)."""
 
 
 @dataclass(frozen=True)
@@ -148,15 +146,17 @@ class CompactedLayer(DynamicLayer):
             self._each(lambda t: t[indices])
 
     def observe(self, query: Tensor, scaling: float) -> None:
-        """Remember the newest queries, at most `BUFFER` of them: (batch, query_heads, new, head_dim)."""
+        """Remember the newest queries, as many as the policy needs: (batch, query_heads, new, head_dim)."""
         self.scaling = scaling
-        self.queries.append(query[:, :, -BUFFER:])
-        while sum(q.shape[2] for q in self.queries[1:]) >= BUFFER:
+        limit = self._cache.policy.buffer
+        # A copy where it is cut: a view would keep the whole prefill's queries alive.
+        self.queries.append(query if query.shape[2] <= limit else query[:, :, -limit:].clone())
+        while sum(q.shape[2] for q in self.queries[1:]) >= limit:
             self.queries.pop(0)
 
     def window(self, rotary, seed: int) -> QueryWindow:
         """The buffered queries with their true positions."""
-        states = torch.cat(self.queries, 2)[:, :, -BUFFER:]
+        states = torch.cat(self.queries, 2)[:, :, -self._cache.policy.buffer :]
         positions = torch.arange(self.seen - states.shape[2], self.seen, device=states.device)
         return QueryWindow(states, positions, self.scaling, rotary, seed)
 

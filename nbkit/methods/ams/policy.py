@@ -15,7 +15,7 @@ from nbkit import kernels
 from nbkit.errors import InputError
 
 from . import allocate
-from .scorers import SCORERS, Scorer
+from .scorers import BUFFER, QUERIES_NEEDED, SCORERS, Scorer
 
 ALLOCATIONS = {
     "mass": "segments of equal mass, quotas by mass (the paper's method)",
@@ -187,6 +187,12 @@ class SegmentedPolicy:
     def needs_evidence(self) -> bool:
         """Whether an event looks at window attention at all."""
         return self.allocation in ("mass", "length", "fixed")
+
+    @property
+    def buffer(self) -> int:
+        """Queries per layer that have to be remembered between events: what the scorer looks at, and the evidence window."""
+        scorer = QUERIES_NEEDED.get(self.scorer, BUFFER) if isinstance(self.scorer, str) else BUFFER
+        return max(scorer, self.window if self.needs_evidence else 1)
 
     def select(
         self, scores: Tensor, evidence: Tensor | None, keep: int, credit: Tensor | None = None, alive: Tensor | None = None

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 from nbkit import kernels
 from nbkit.errors import InputError
 
-from .cache import BUFFER, _find_rotary
+from .cache import _find_rotary
 from .policy import SegmentedPolicy, Selection
 from .scorers import QueryWindow
 
@@ -131,7 +131,7 @@ def replay(recording: Recording, policy: SegmentedPolicy, layer: int, prefill: i
             continue
         k, v = kernels.gather_rows((keys[None], values[None]), slots[None])
         # The buffer is emptied at every interval, so only the first one can still see the prefill's queries.
-        first = seen - min(BUFFER, policy.interval if seen > prefill + policy.interval else seen)
+        first = seen - min(policy.buffer, policy.interval if seen > prefill + policy.interval else seen)
         window = QueryWindow(
             queries[None, :, first:seen],
             torch.arange(first, seen),

@@ -155,6 +155,12 @@ def rkv(keys, values, queries, positions, *, window: int = 8, kernel: int = 7, m
     return F.pad(score, (0, window), value=float(score.max()) + 1.0)
 
 
+BUFFER = 256
+"""Most recent queries kept per layer between events, unless policy and scorer need fewer (paper, schedule)."""
+
+QUERIES_NEEDED = {"tova": 1, "snapkv": 32, "rpc": 32, "rkv": 8, "keydiff": 1, "knorm": 1, "random": 1, "streaming": 1}
+"""Queries a built-in scorer looks at; every other scorer gets `BUFFER` of them."""
+
 SCORERS: dict[str, Scorer] = {
     "tova": tova, "snapkv": snapkv, "keydiff": keydiff, "knorm": knorm, "random": random, "streaming": streaming,
     "expected_attention": expected_attention, "rkv": rkv, "rpc": rpc,
