@@ -1,9 +1,10 @@
 """Pass@1 of the lookup-chain model under every policy, scorer and budget: data/recordings/ams-chain.
 
-Fixed before any result of a segmented policy was seen (places and budgets after looking at plain top-k on other chains, so that it is neither
-always right nor always wrong): 256 chains on maps of 8 places, 96 lines, seed 2026, greedy generation, a compaction every 32 tokens,
-4 sinks and 8 recent tokens for every method, budgets 48 to 128. A chain passes if its first 48 lines (192 tokens) are right.
-Every cell answers the same chains, so cells are paired chain by chain. Each finished cell is written at once; a second call skips it.
+Places and budgets were set by looking at plain top-k on other chains, so that it is neither always right nor always wrong. Of segmented
+policies one cell had been run by then, with a half-trained model on 32 places, where all methods failed alike. Fixed before this grid ran:
+256 chains on maps of 8 places, 96 lines, seed 2026, greedy generation, a compaction every 32 tokens, 4 sinks and 8 recent tokens for every
+method, budgets 48 to 128. A chain passes if its first 48 lines (192 tokens) are right. Every cell answers the same chains, so cells are
+paired chain by chain. Each finished cell is written at once; a second call skips it.
 """
 
 from __future__ import annotations
