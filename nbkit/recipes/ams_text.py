@@ -2,7 +2,8 @@
 
 Fixed before the comparison was seen (one segmented cell had been timed on four of these texts): 24 held-out prose documents of 640 tokens;
 the first 64 tokens are the prefill, the rest is read in chunks of 64 with one compaction after each chunk, 4 sinks and 16 recent tokens for
-every method. The loss counts from the first token that is read through a compacted cache. Cells are paired text by text. Each finished cell is written at once; a second call skips it.
+every method. The loss counts from the first token that is read through a compacted cache. Cells are paired text by text.
+Each finished cell is written at once; a second call skips it.
 """
 
 from __future__ import annotations
