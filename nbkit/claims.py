@@ -568,10 +568,10 @@ def _measurement(label: str, measured: Any, criterion: Any) -> Interval | float 
             raise InputError(f"measurement of {label!r}", got=measured, allowed="None, because All(...) holds the facts")
         return None
     if not isinstance(measured, Interval):
-        try:
-            measured = float(measured)
-        except (TypeError, ValueError) as error:
-            raise InputError(f"measurement of {label!r}", got=measured, allowed="an Interval or a number") from error
+        # float() would take True for 1 and read "0.3" from a text.
+        if isinstance(measured, (bool, str, bytes)) or not hasattr(measured, "__float__"):
+            raise InputError(f"measurement of {label!r}", got=measured, allowed="an Interval or a number", hint="All(**{text: bool}) for a fact")
+        measured = float(measured)
     numbers = (measured.estimate, measured.low, measured.high) if isinstance(measured, Interval) else (measured,)
     if not all(map(math.isfinite, numbers)):
         hint = "find the cell where the NaN or the infinity starts"

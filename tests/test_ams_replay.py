@@ -91,6 +91,12 @@ def test_record_pass_refuses_batches_and_nothing(model):
             ams.record_pass(model, bad)
 
 
+def test_record_pass_names_the_vocabulary(model):
+    for bad in (torch.tensor([1, 10**6]), torch.tensor([-1, 2]), torch.tensor([0.5, 1.0])):
+        with pytest.raises(InputError, match="token ids 0.."):
+            ams.record_pass(model, bad)
+
+
 @pytest.mark.parametrize("allocation", list(ams.ALLOCATIONS))
 def test_inspection_adds_up(recording, allocation):
     policy = ams.SegmentedPolicy(keep=40, interval=32, recent=8, seg_len=(4, 16), allocation=allocation, fixed_len=12)

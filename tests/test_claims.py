@@ -85,6 +85,12 @@ def test_nan_is_no_measurement(measured, criterion):
         claims.add("C1", statement="s", paper="p", measured=measured, criterion=criterion)
 
 
+@pytest.mark.parametrize("measured", [True, "0.3", b"1", None, [0.1]])
+def test_only_a_number_is_a_measurement(measured):
+    with pytest.raises(InputError, match="measurement of 'recall'.*an Interval or a number"):
+        Part("recall", measured, Above(0))
+
+
 def test_card_needs_every_claim(build):
     claims = Claims("ams", ids=["C1", "C2", "C3"])
     claims.skip("C2", statement="s", paper="p", reason="r")

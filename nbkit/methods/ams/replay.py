@@ -61,10 +61,14 @@ def record_pass(model, ids: Tensor) -> Recording:
     """Run ``ids`` (T,) through ``model`` once with the full cache and record queries, keys and values of all layers.
 
     Raises:
-        InputError: for an empty sequence or a batch.
+        InputError: for an empty sequence, a batch, or ids outside the vocabulary.
     """
     if ids.ndim != 1 or len(ids) < 2:
         raise InputError("ids", got=tuple(ids.shape), allowed="(T,) with T >= 2, one sequence")
+    size = model.get_input_embeddings().num_embeddings
+    if ids.is_floating_point() or not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        seen = f"{ids.dtype} from {ids.min()} to {ids.max()}"
+        raise InputError("ids", got=seen, allowed=f"token ids 0..{size - 1}", hint="the model's own tokenizer")
     queries: dict[int, Tensor] = {}
     scale: list[float] = []
 
