@@ -78,3 +78,12 @@ def test_build_path_is_untouched(executed, tmp_path):
     before = sorted(executed.iterdir())
     site.build(executed, tmp_path)
     assert sorted(executed.iterdir()) == before and not nbkit.build_path("site", "sample.html").exists()
+
+
+def test_index_lists_only_the_pages_its_own_text_does_not_link(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name, text in (("index", "# All\n\n[one](one.ipynb)"), ("one", "# First"), ("two", "# Second")):
+        (tmp_path / "in" / f"{name}.ipynb").write_text(json.dumps({"cells": [{"cell_type": "markdown", "source": text}]}))
+    site.build(tmp_path / "in", tmp_path / "out")
+    body = (tmp_path / "out" / "index.html").read_text(encoding="utf-8").partition("<main")[2]
+    assert body.count('href="one.html"') == 1 and body.count('href="two.html"') == 1 and "Second" in body

@@ -145,7 +145,8 @@ def build(executed: str | Path, out: str | Path) -> list[Path]:
     for name, book in books.items():
         body = _body(book, set(books))
         if name == INDEX:
-            body += _cards(titles)
+            # The gallery links to most pages already.
+            body += _cards({other: title for other, title in titles.items() if f'href="{other}.html"' not in body})
         pages.append(_write(out, name, titles, body))
         needs_plotly |= 'class="plot"' in body
     if INDEX not in books:
