@@ -55,6 +55,10 @@ RECIPES: dict[str, Recipe] = {
             "ams-loops", "repetition in what SmolLM2-135M writes with a full and a compacted cache", ("recordings/ams-loops",), 18,
             "nbkit.recipes.ams_text:run_loops",
         ),
+        Recipe(
+            "cot-depth-sim", "error by chain-of-thought depth in the reduced model, simulated", ("recordings/cot-depth-sim",), 4,
+            "nbkit.recipes.cot_depth:run_sim",
+        ),
     )
 }
 

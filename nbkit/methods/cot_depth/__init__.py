@@ -9,17 +9,39 @@ The formulas are our derivation of the model that the paper describes; its theor
 """
 
 from .baselines import gd_risk, ols_risk, one_step_risk, ridge_risk
+from .simulate import (
+    Simulation,
+    WeightPredictor,
+    context_baselines,
+    exact_errors,
+    pretrain,
+    sample_covariance,
+    sample_moments,
+    sample_prompts,
+    sample_step_matrix,
+    simulate,
+)
 from .spectrum import density, edges, quadrature
 from .theory import CoTDepthTheory, rate_map
 
 __all__ = [
     "CoTDepthTheory",
+    "Simulation",
+    "WeightPredictor",
+    "context_baselines",
     "density",
     "edges",
+    "exact_errors",
     "gd_risk",
     "ols_risk",
     "one_step_risk",
+    "pretrain",
     "quadrature",
     "rate_map",
     "ridge_risk",
+    "sample_covariance",
+    "sample_moments",
+    "sample_prompts",
+    "sample_step_matrix",
+    "simulate",
 ]
