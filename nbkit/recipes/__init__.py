@@ -59,6 +59,10 @@ RECIPES: dict[str, Recipe] = {
             "cot-depth-sim", "error by chain-of-thought depth in the reduced model, simulated", ("recordings/cot-depth-sim",), 4,
             "nbkit.recipes.cot_depth:run_sim",
         ),
+        Recipe(
+            "cot-depth-attention", "error by chain-of-thought depth of trained linear and softmax attention",
+            ("recordings/cot-depth-attention", "models/cot-lsa"), 15, "nbkit.recipes.cot_attention:run_attention",
+        ),
     )
 }
 

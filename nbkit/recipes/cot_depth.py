@@ -15,8 +15,8 @@ unit. Rows share their seeds, so settings of one shape are paired.
 
 Fixed before any row was computed: an ``agreement`` row at d = 400 passes when at every depth up to 8 the 95 % t interval over draws of the mean
 error contains the formula or the two differ by at most 3 % (the latter for Lambda < 0.97); over these depths the largest relative difference at
-d = 400 is smaller than at d = 100; in ``tau`` at alpha 2 the error falls at depth 12 for tau >= 5 and rises there for tau <= 2; in ``rich`` the corner
-(alpha 0.5, tau 20) ends within 3 % of its limit, (3, 20) is below 5e-3 at depth 12, both tau = 1.5 corners end above their error at depth 1.
+d = 400 is smaller than at d = 100; in ``tau`` at alpha 2 the error falls at depth 12 for tau >= 5 and rises there for tau <= 2; in ``rich`` the
+corner (alpha 0.5, tau 20) ends within 3 % of its limit, (3, 20) is below 5e-3 at depth 12, both tau = 1.5 corners end above their error at depth 1.
 """
 
 from __future__ import annotations

@@ -8,6 +8,9 @@ The formulas are our derivation of the model that the paper describes; its theor
     theory.optimal_depth(60)       # where to stop
 """
 
+import importlib
+from typing import Any
+
 from .baselines import gd_risk, ols_risk, one_step_risk, ridge_risk
 from .simulate import (
     Simulation,
@@ -24,9 +27,14 @@ from .simulate import (
 from .spectrum import density, edges, quadrature
 from .theory import CoTDepthTheory, rate_map
 
+# These need torch, which the formulas and the simulation do without.
+_LAZY = ("LinearSelfAttentionCoT", "SoftmaxCoT", "prompt_sampler", "train_cot", "train_gamma")
+
 __all__ = [
     "CoTDepthTheory",
+    "LinearSelfAttentionCoT",
     "Simulation",
+    "SoftmaxCoT",
     "WeightPredictor",
     "context_baselines",
     "density",
@@ -36,6 +44,7 @@ __all__ = [
     "ols_risk",
     "one_step_risk",
     "pretrain",
+    "prompt_sampler",
     "quadrature",
     "rate_map",
     "ridge_risk",
@@ -44,4 +53,16 @@ __all__ = [
     "sample_prompts",
     "sample_step_matrix",
     "simulate",
+    "train_cot",
+    "train_gamma",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(".attention", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
