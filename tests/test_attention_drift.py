@@ -1,7 +1,6 @@
 """Exact facts about the drafters of attention_drift; `test_identity_NN` are the exact identities of the method."""
 
 import itertools
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from nbkit.errors import InputError, UnsupportedModelError
+from nbkit.errors import InputError
 from nbkit.methods.attention_drift import (
     Batch,
     DrafterConfig,
@@ -19,8 +18,11 @@ from nbkit.methods.attention_drift import (
     build,
     coverage,
     default_aux_layers,
+    draft_chain,
     fit_drafter,
     frequent_tokens,
+    measures,
+    prefill_control,
     rms,
     target_features,
     ttt_loss,
@@ -245,3 +247,265 @@ def test_identity_13_no_gradient_reaches_the_target():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
     embedding = model.get_input_embeddings().weight
     assert not any(p is embedding for p in drafter.parameters()) and not any("embed" in key for key in drafter.state_dict())
+
+
+# ---- chains ----
+
+
+def test_identity_03_double_norm_is_absent():
+    """Logits are read from y = norm(o) once; in post-norm the state that was fed back is that same y."""
+    for variant in ("pre", "post"):
+        drafter, (ids, found) = make(variant), material()
+        with torch.no_grad():
+            drafter.norm.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(3))
+            for step in drafter.ttt(ids, found.aux, 3):
+                o = step.out
+                y = o / (o.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * drafter.norm.weight
+                torch.testing.assert_close(step.normed, y)
+                torch.testing.assert_close(step.logits, F.linear(y, target().get_output_embeddings().weight), rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(step.feedback, y if variant == "post" else o)
+
+
+@pytest.mark.parametrize("variant", ["post", "post+fc_norm", "gate+post", "mtp"])
+def test_identity_04_post_norm_keeps_the_magnitude_at_every_depth(variant):
+    drafter, (ids, found) = make(variant), material()
+    chain = draft_chain(drafter, ids, feats_of(drafter, found), 16)
+    torch.testing.assert_close(chain.rms, torch.ones(2, 16), rtol=0, atol=1e-4)
+    with torch.no_grad():
+        drafter.norm.weight.uniform_(0.5, 2, generator=torch.Generator().manual_seed(3))
+    chain = draft_chain(drafter, ids, feats_of(drafter, found), 16)
+    assert chain.rms.max() <= drafter.norm.weight.abs().max() + 1e-4
+    # Without the output norm a random layer does grow.
+    grown = draft_chain(make("pre"), ids, found.aux, 16).rms
+    assert (grown[:, -1] > 1.5 * grown[:, 0]).all()
+
+
+@pytest.mark.parametrize("stream", [0, 1, 2])
+def test_identity_05_fc_norm_ignores_the_scale_of_each_stream(stream):
+    _, found = material()
+    scaled = found.aux.clone()
+    scaled[..., 32 * stream : 32 * (stream + 1)] *= 1000
+    with torch.no_grad():
+        for variant in ("fc_norm", "post+fc_norm"):
+            drafter = make(variant)
+            torch.testing.assert_close(drafter.fuse(scaled), drafter.fuse(found.aux), rtol=1e-4, atol=1e-4)
+        for variant in ("pre", "norm_before_fc"):
+            drafter = make(variant)
+            assert (drafter.fuse(scaled) - drafter.fuse(found.aux)).abs().max() > 0.1
+        # One norm over all streams forgives only a common factor.
+        torch.testing.assert_close(make("norm_before_fc").fuse(1000 * found.aux), make("norm_before_fc").fuse(found.aux), rtol=1e-4, atol=1e-4)
+
+
+def test_identity_06_scaling_the_state_leaves_that_steps_attention_unchanged():
+    drafter, (ids, found) = make("pre"), material()
+    with torch.no_grad():
+        g = drafter.fuse(found.aux[:, :-1])
+        text = drafter.step(drafter.embed(ids[:, 1:]), g, torch.arange(N - 1))
+        embeds, f, at = drafter.embed(ids[:, :1]), text.feedback[:, -1:], torch.tensor([N - 1])
+        a, b = (drafter.step(embeds, c * f, at, text.kv, attention=True) for c in (1.0, 50.0))
+        ratio = [(s.out - c * f).norm() / (c * f).norm() for s, c in ((a, 1.0), (b, 50.0))]
+    torch.testing.assert_close(a.attention, b.attention, rtol=1e-4, atol=1e-5)
+    # What changes is the layer's update relative to the residual.
+    assert ratio[1] < ratio[0] / 20
+
+
+def test_identity_07_wide_open_gate_and_zero_noise_change_nothing():
+    (ids, found), gated, plain = material(), make("gate"), make("pre")
+    with torch.no_grad():
+        gated.layers[0].self_attn.g_proj.bias.fill_(1e4)
+    a, b = draft_chain(gated, ids, found.aux, 6), draft_chain(plain, ids, found.aux, 6)
+    torch.testing.assert_close(a.logits, b.logits, rtol=1e-4, atol=1e-4)
+    for path in ("hidden", "embedding"):
+        quiet = draft_chain(plain, ids, found.aux, 6, intervention=Intervention(noise=0.0, path=path, seed=4))
+        assert torch.equal(quiet.logits, b.logits)
+
+
+@pytest.mark.parametrize("variant", ["pre", "post", "mtp"])
+def test_chain_feeds_its_own_proposals_and_equals_the_teacher_chain_on_them(variant):
+    drafter, (ids, found) = make(variant), material()
+    feats = feats_of(drafter, found)
+    own = draft_chain(drafter, ids, feats, 6)
+    assert torch.equal(own.fed[:, 0], ids[:, -1]) and torch.equal(own.fed[:, 1:], own.proposed[:, :-1])
+    forced = draft_chain(drafter, ids, feats, 6, teacher=own.proposed)
+    assert torch.equal(forced.logits, own.logits)
+    # ... and the parallel form on the text followed by the proposals.
+    with torch.no_grad():
+        unrolled = drafter.ttt(torch.cat([ids, own.proposed], 1), F.pad(feats, (0, 0, 0, 6)), 6)
+    for k in range(6):
+        torch.testing.assert_close(unrolled[k].logits[:, N - 2], own.logits[:, k], rtol=0, atol=1e-4)
+
+
+def test_chain_of_a_left_padded_row_is_that_of_the_row_alone():
+    drafter, (ids, found) = make("post", window=6, carry_sink=1), material()
+    padded, feats = F.pad(ids, (4, 0), value=9), F.pad(found.aux, (0, 0, 4, 0), value=3.0)
+    mask = F.pad(torch.ones(2, N - 1, dtype=torch.bool), (4, 0))
+    a, b = draft_chain(drafter, ids, found.aux, 5), draft_chain(drafter, padded, feats, 5, key_mask=mask)
+    assert torch.equal(a.proposed, b.proposed) and torch.equal(a.sink_at + 4, b.sink_at)
+    for name, value in measures(a).items():
+        torch.testing.assert_close(value, measures(b)[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["pre", "post"])
+@pytest.mark.parametrize(("path", "pin"), [("hidden", False), ("embedding", False), ("hidden", True)])
+def test_parallel_form_applies_interventions_like_the_chain(variant, path, pin):
+    """Noise is drawn per start in one and per row in the other, so the comparison repeats the draw for the start in question."""
+    drafter, (ids, found) = make(variant), material(rows=1)
+    noisy = Intervention(noise=0.0 if pin else 0.5, path=path, pin=pin, seed=3)
+    tokens = torch.cat([ids, ids[:, :5]], 1)
+    alone = draft_chain(drafter, ids, found.aux, 4, teacher=ids[:, :3], intervention=noisy)
+    clean = draft_chain(drafter, ids, found.aux, 4, teacher=ids[:, :3])
+    assert (alone.logits - clean.logits).abs().max() > 1e-3
+
+    class SameDraw(Intervention):
+        def disturb(self, embeds, f, step):
+            one = Intervention.disturb(self, embeds[:, N - 2 : N - 1], f[:, N - 2 : N - 1], step)
+            return tuple(torch.cat([x[:, : N - 2], y, x[:, N - 1 :]], 1) for x, y in zip((embeds, f), one, strict=True))
+
+    with torch.no_grad():
+        unrolled = drafter.ttt(tokens, F.pad(found.aux, (0, 0, 0, 5)), 4, intervention=SameDraw(**vars(noisy)))
+    for k in range(4):
+        torch.testing.assert_close(unrolled[k].logits[:, N - 2], alone.logits[:, k], rtol=0, atol=1e-4)
+
+
+def test_noise_has_the_stated_size_and_is_drawn_anew_for_every_step_and_seed():
+    f = 3 * torch.randn(4, 500, 32, generator=torch.Generator().manual_seed(0))
+    draws = [Intervention(noise=0.5, seed=s).disturb(torch.zeros(1), f, k)[1] - f for s, k in ((0, 1), (0, 2), (1, 1))]
+    for draw in draws:
+        assert (rms(draw) / rms(f)).mean().item() == pytest.approx(0.5, abs=0.01)
+    assert all((a - b).abs().max() > 0.1 for a, b in itertools.combinations(draws, 2))
+    again = Intervention(noise=0.5, seed=0).disturb(torch.zeros(1), f, 1)[1] - f
+    assert torch.equal(again, draws[0])
+
+
+def test_pin_holds_the_state_that_is_read_at_the_fused_magnitude():
+    drafter, (ids, found) = make("pre"), material()
+    g = drafter.fuse(found.aux)
+    torch.testing.assert_close(rms(Intervention(pin=True).pinned(7 * torch.ones_like(g), g)), rms(g))
+    pinned, free = (draft_chain(drafter, ids, found.aux, 12, intervention=i).rms for i in (Intervention(pin=True), Intervention()))
+    torch.testing.assert_close(pinned[:, 0], free[:, 0])
+    assert (pinned[:, -1] < 0.6 * free[:, -1]).all()
+
+
+@pytest.mark.parametrize("variant", ["pre", "gate+post", "mtp"])
+@pytest.mark.parametrize("recent", [1, 3, 8, 50])
+def test_identity_11_shares_sum_to_one(variant, recent):
+    drafter, (ids, found) = make(variant), material()
+    feats = feats_of(drafter, found)
+    chain = draft_chain(drafter, ids, feats, 10, recent=recent)
+    again = target_features(target(), torch.cat([ids, chain.fed[:, 1:]], 1))
+    beside = prefill_control(drafter, torch.cat([ids, chain.fed[:, 1:]], 1), feats_of(drafter, again), 10, sink_at=chain.sink_at, recent=recent)
+    for one in (chain, beside):
+        torch.testing.assert_close(one.sink + one.recent_text + one.chain + one.prompt, torch.ones(2, 10))
+        assert all(((x >= -1e-6) & (x <= 1 + 1e-6)).all() for x in (one.sink, one.recent, one.recent_text, one.chain, one.prompt))
+        assert [a.shape[-1] for a in one.attention] == list(range(N - 1, N + 9))
+        for k, a in enumerate(one.attention, 1):
+            own = a[:, :, -k:].sum(-1).mean(1) - torch.where(one.sink_at >= N - 2, one.sink[:, k - 1], 0)
+            torch.testing.assert_close(one.chain[:, k - 1], own)
+
+
+def test_control_equals_the_chain_at_step_1_and_is_the_plain_prefill():
+    drafter, (ids, found) = make("pre"), material()
+    chain = draft_chain(drafter, ids, found.aux, 5)
+    tokens = torch.cat([ids, chain.fed[:, 1:]], 1)
+    again = target_features(target(), tokens)
+    beside = prefill_control(drafter, tokens, again.aux, 5)
+    assert torch.equal(beside.sink_at, chain.sink_at)
+    for name in measures(chain):
+        torch.testing.assert_close(measures(chain)[name][:, 0], measures(beside)[name][:, 0], rtol=0, atol=1e-4)
+    assert (beside.logits[:, 1:] - chain.logits[:, 1:]).abs().max() > 1e-2
+    with torch.no_grad():
+        prefill = drafter.ttt(tokens, again.aux, 1)[0]
+    torch.testing.assert_close(prefill.logits[:, N - 2 :], beside.logits, rtol=0, atol=1e-4)
+
+
+def test_a_layer_without_update_freezes_the_direction():
+    """With all output projections at zero the state is never changed: cosine 1, update 0, growth 1."""
+    drafter, (ids, found) = make("pre"), material()
+    with torch.no_grad():
+        drafter.layers[0].self_attn.o_proj.weight.zero_()
+        drafter.layers[0].mlp.down_proj.weight.zero_()
+    chain = draft_chain(drafter, ids, found.aux, 5, teacher=ids[:, -1:].expand(-1, 4))
+    torch.testing.assert_close(chain.cos, torch.ones(2, 5))
+    torch.testing.assert_close(chain.update, torch.zeros(2, 5))
+    torch.testing.assert_close(chain.rms, chain.fused_rms[:, None].expand(-1, 5))
+    # Same state and same token: consecutive keys differ by their rotary position alone, which the measure takes out.
+    torch.testing.assert_close(chain.key_cos[:, 1:], torch.ones(2, 4))
+
+
+def test_identity_12_window_beyond_the_length_is_full_attention_and_a_short_one_is_not():
+    (ids, found), full = material(), make("pre")
+    base = draft_chain(full, ids, found.aux, 6)
+    for option in (dict(window=N + 6), dict(window=1, carry_sink=N + 6)):
+        torch.testing.assert_close(draft_chain(make("pre", **option), ids, found.aux, 6).logits, base.logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(draft_chain(full, ids, found.aux, 6, intervention=Intervention(**option)).logits, base.logits, rtol=0, atol=1e-4)
+    narrow = draft_chain(make("pre", window=4), ids, found.aux, 6)
+    assert (narrow.logits - base.logits).abs().max() > 1e-2
+    for a in narrow.attention:
+        assert bool((a[..., :-4] == 0).all()) and bool((a[..., -4:] > 0).all())
+    carried = draft_chain(make("pre", window=4, carry_sink=2), ids, found.aux, 6)
+    for a in carried.attention:
+        assert bool((a[..., 2:-4] == 0).all()) and bool((a[..., :2] > 0).all())
+    # window=0 in an intervention takes the configuration's window off.
+    opened = draft_chain(make("pre", window=4, carry_sink=2), ids, found.aux, 6, intervention=Intervention(window=0))
+    torch.testing.assert_close(opened.logits, base.logits, rtol=0, atol=1e-4)
+
+
+# ---- switches ----
+
+
+@pytest.mark.parametrize("variant", sorted(set(SWITCHES) - {"pre", "post", "mtp"}))
+def test_every_switch_changes_the_first_step_alone(variant):
+    (ids, found) = material()
+    base = make("post" if "post" in variant else "pre")
+    other = make(variant)
+    shared = set(base.state_dict()) & set(other.state_dict())
+    assert len(shared) == len(base.state_dict()) and all(torch.equal(base.state_dict()[k], other.state_dict()[k]) for k in shared)
+    with torch.no_grad():
+        a, b = base.ttt(ids, found.aux, 1)[0].logits, other.ttt(ids, found.aux, 1)[0].logits
+    assert (a - b).abs().max() > 1e-2
+
+
+def test_residual_norm_starts_from_the_normalised_state():
+    drafter, (ids, found) = make("residual-norm"), material()
+    with torch.no_grad():
+        drafter.layers[0].self_attn.o_proj.weight.zero_()
+        drafter.layers[0].mlp.down_proj.weight.zero_()
+        out = drafter.ttt(ids, found.aux, 1)[0].out
+    torch.testing.assert_close(rms(out), torch.ones(2, N - 1), rtol=0, atol=1e-3)
+
+
+def test_aux_layer_numbers_choose_the_streams():
+    ids, found = material()
+    assert [c.shape[-1] for c in found.aux.chunk(3, -1)] == [32, 32, 32]
+    other = target_features(target(), ids, (0, 1, 3))
+    assert torch.equal(other.aux[..., :32], found.aux[..., :32]) and torch.equal(other.aux[..., 64:], found.aux[..., 64:])
+    assert (other.aux[..., 32:64] - found.aux[..., 32:64]).abs().max() > 1e-2
+
+
+def test_variant_names_and_round_trip():
+    for name in SWITCHES:
+        cfg = make(name).cfg
+        assert cfg.variant == name and DrafterConfig.from_dict(cfg.to_dict()) == cfg
+        assert type(build(cfg.to_dict())) is (MTPHead if name == "mtp" else EagleDrafter)
+    assert default_aux_layers(30) == (1, 14, 26)
+
+
+# ---- reduced vocabulary ----
+
+
+def test_reduced_vocabulary_maps_proposals_and_reports_coverage():
+    keep = torch.tensor([3, 4, 9, 17, 49])
+    drafter, full, (ids, found) = make("pre", draft_vocab=5), make("pre"), material()
+    drafter.set_vocab(keep)
+    assert torch.equal(drafter.vocab_ids, keep) and drafter.t2d.nonzero()[:, 0].tolist() == keep.tolist()
+    assert torch.equal(torch.arange(5) + drafter.d2t, keep)
+    with torch.no_grad():
+        a, b = drafter.ttt(ids, found.aux, 1)[0].logits, full.ttt(ids, found.aux, 1)[0].logits
+    torch.testing.assert_close(a, b[..., keep])
+    assert torch.equal(drafter.propose(a), keep[b[..., keep].argmax(-1)])
+    assert coverage(drafter, torch.tensor([3, 3, 5, 49])) == 0.75 and coverage(full, ids) == 1.0
+    assert frequent_tokens(torch.tensor([7, 7, 1, 2, 2]), 3, 50).tolist() == [1, 2, 7]
+    # Positions whose best token is out of reach are left out of the loss when the batch names them.
+    greedy = found.logits.argmax(-1)
+    counted = ttt_loss(drafter, Batch(ids, found.aux, found.last, None, greedy), ttt=1).counted[0]
+    assert counted == int(torch.isin(greedy[:, 1:-1], keep).sum()) > 0

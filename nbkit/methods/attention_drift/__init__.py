@@ -7,14 +7,21 @@ changing the target's output.
     cfg = DrafterConfig.from_target(model, draft_vocab=4096, norm_output=True)
     drafter = EagleDrafter(cfg, model)
     fit_drafter(drafter, model, texts, tokenizer=tokenizer, ttt=4, steps=2000)
+    report = drift_report(drafter, model, prompts, tokenizer=tokenizer, depth=8)
+    out = speculative_generate(model, drafter, input_ids, depth=5)       # out.sequences: what plain greedy decoding gives
 """
 
+from .chain import Chain, attention_shares, draft_chain, measures, prefill_control, sink_position
 from .drafter import Drafter, DrafterConfig, EagleDrafter, Intervention, MTPHead, StepOutput, build, default_aux_layers, rms
 from .features import Features, coverage, frequent_tokens, target_features
 from .fit import Batch, FitResult, fit_drafter, ttt_loss
+from .report import by_step, drift_report
+from .speculative import Acceptance, SpeculativeOutput, acceptance, reject, speculative_generate
 
 __all__ = [
+    "Acceptance",
     "Batch",
+    "Chain",
     "Drafter",
     "DrafterConfig",
     "EagleDrafter",
@@ -22,13 +29,24 @@ __all__ = [
     "FitResult",
     "Intervention",
     "MTPHead",
+    "SpeculativeOutput",
     "StepOutput",
+    "acceptance",
+    "attention_shares",
     "build",
+    "by_step",
     "coverage",
     "default_aux_layers",
+    "draft_chain",
+    "drift_report",
     "fit_drafter",
     "frequent_tokens",
+    "measures",
+    "prefill_control",
+    "reject",
     "rms",
+    "sink_position",
+    "speculative_generate",
     "target_features",
     "ttt_loss",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class DrafterConfig:
 
     Source: arXiv 2605.09992; EAGLE 3.1.
 
+    >>> from dataclasses import replace
     >>> base = DrafterConfig(hidden_size=8, intermediate_size=16, heads=2, kv_heads=1, head_dim=4, aux_layers=(0, 1, 2), vocab_size=10)
     >>> base.variant, replace(base, norm_output=True, fc_norm=True).variant, replace(base, gate=True).variant
     ('pre', 'post+fc_norm', 'gate')

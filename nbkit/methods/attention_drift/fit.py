@@ -119,7 +119,7 @@ def fit_drafter(
     Args:
         data: texts (with ``tokenizer``), equally long id rows (a (rows, N) tensor or a list of tensors), a list of `Batch`, or a function
             step -> `Batch`. Of rows and texts the target's features are computed on the way; a `Batch` brings them.
-        ttt: unrolled steps. step_decay: weight of each further step. batch: rows per step (of texts and rows). warmup: share of steps with rising rate.
+        ttt: unrolled steps. step_decay: weight of each further step. batch: rows per step (of texts and rows). warmup: share of steps it rises.
         mask: (rows, N), True at tokens that count, only with id rows.
         bf16: matrix products in bfloat16 by autocast (about twice as fast on CPUs that have it); weights, norms, softmax and loss stay float32.
         log: receives a line every ``every`` steps. checkpoint: file that is written as often and from which a later call goes on.
@@ -173,8 +173,9 @@ def fit_drafter(
         if done % every == 0 or done == steps:
             result = FitResult(result.losses, result.accuracy, before + time.perf_counter() - start, seen)
             if log is not None:
+                lately = result.losses[-every:]
                 agree = " ".join(f"{a:.3f}" for a in _mean_rows(result.accuracy[-every:]))
-                log(f"step {done}/{steps} loss {sum(result.losses[-every:]) / len(result.losses[-every:]):.4f} agreement {agree} {result.seconds:.0f} s")
+                log(f"step {done}/{steps} loss {sum(lately) / len(lately):.4f} agreement {agree} {result.seconds:.0f} s")
             if path is not None:
                 _write(path, {"drafter": drafter.state_dict(), "optimizer": optimizer.state_dict(), "step": done, "settings": settings,
                               "result": dict(vars(result))})

@@ -1,0 +1,117 @@
+"""Tables: what drafting does to a drafter on given prompts (`drift_report`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from nbkit.errors import InputError
+
+from .chain import MEASURES, RECENT, draft_chain, measures, prefill_control
+from .drafter import NOTHING, Drafter, Intervention
+from .features import check_ids, target_features
+
+_NAMES = {name: "prompt_share" if name == "prompt" else name for name in MEASURES}
+
+
+@torch.no_grad()
+def drift_report(
+    drafter: Drafter, model, prompts: Iterable[str | Tensor], *, depth: int = 8, tokenizer=None, teacher: bool = False,
+    intervention: Intervention = NOTHING, recent: int = RECENT, control: bool = True,
+) -> dict[str, np.ndarray]:
+    """One chain after each prompt, measured step by step beside a prefill of the same tokens with true features.
+
+    The prompt's last token takes the place of the token that the target has just decided: the chain's first proposal is the token after the prompt.
+
+    Args:
+        prompts: texts (with ``tokenizer``) or id tensors (N,), N >= 2. depth: chain steps. teacher: feed the target's own greedy tokens instead of
+            the drafter's proposals (acceptance is the same, the steps after a wrong proposal stay on the target's text).
+        control: whether to run the prefill control.
+
+    Returns:
+        Columns of equal length, one row per prompt and step: ``prompt``, ``k``, ``token`` (proposed), the measures of `Chain` (its ``prompt`` share
+        as ``prompt_share``), ``fused_rms``, ``correct`` (the target's greedy choice after the tokens read so far), ``accepted`` (all steps up to k
+        correct) and, with ``control``, every measure as ``control_...``.
+
+    Raises: InputError for depth 0, no prompts, texts without a tokenizer, or prompts of fewer than two tokens.
+
+    Source: arXiv 2605.09992 (measures); the control is ours.
+    """
+    if not isinstance(depth, int) or depth < 1:
+        raise InputError("depth", got=depth, allowed=">= 1")
+    rows: list[dict[str, Any]] = []
+    for number, prompt in enumerate(prompts):
+        ids = _ids(prompt, tokenizer, drafter.cfg.vocab_size)
+        rows += _chain_rows(drafter, model, ids, number, depth, teacher, intervention, recent, control)
+    if not rows:
+        raise InputError("prompts", got="none", allowed="at least one text or id tensor")
+    return {name: np.array([row[name] for row in rows]) for name in rows[0]}
+
+
+def by_step(report: Mapping[str, np.ndarray], column: str) -> np.ndarray:
+    """One column of a `drift_report` as (prompts, depth).
+
+    Raises: InputError for an unknown column.
+
+    >>> by_step({"prompt": np.array([0, 0, 1, 1]), "k": np.array([1, 2, 1, 2]), "rms": np.array([1.0, 2.0, 3.0, 4.0])}, "rms").tolist()
+    [[1.0, 2.0], [3.0, 4.0]]
+    """
+    if column not in report:
+        raise InputError("column", got=column, allowed=", ".join(report))
+    return np.asarray(report[column]).reshape(-1, int(np.max(report["k"])))
+
+
+def _ids(prompt: str | Tensor, tokenizer, vocabulary: int) -> Tensor:
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise InputError("tokenizer", got=None, allowed="the target's tokenizer, because prompts are texts")
+        prompt = torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.int64)
+    ids = prompt.reshape(1, -1) if isinstance(prompt, Tensor) else torch.as_tensor(prompt).reshape(1, -1)
+    check_ids(ids, vocabulary)
+    if ids.shape[1] < 2:
+        raise InputError("prompt", got="one token", allowed=">= 2 tokens", hint="the first token after it comes from the target alone")
+    return ids
+
+
+def _chain_rows(drafter, model, ids, number, depth, teacher, intervention, recent, control) -> list[dict[str, Any]]:
+    """The rows of one prompt."""
+    cache = DynamicCache(config=model.config)
+    cache.activate_past_recording()
+    text = target_features(model, ids, drafter.cfg.aux_layers, cache=cache)
+    cache.crop(0)
+    feats = drafter.pick_features(text.aux, text.last)
+    truth = _greedy(model, text.logits[:, -1:].argmax(-1), depth - 1, cache) if teacher else None
+    chain = draft_chain(drafter, ids, feats, depth, teacher=truth, intervention=intervention, recent=recent)
+    # What follows the prompt in the chain's own reading, and the target's view of it.
+    read = chain.fed[:, 1:]
+    best, later = text.logits[:, -1:].argmax(-1), None
+    if depth > 1:
+        later = target_features(model, read, drafter.cfg.aux_layers, cache=cache)
+        best = torch.cat([best, later.logits.argmax(-1)], 1)
+    correct = chain.proposed == best
+    columns = {
+        "k": torch.arange(1, depth + 1)[None], "token": chain.proposed, **{_NAMES[n]: v for n, v in measures(chain).items()},
+        "fused_rms": chain.fused_rms[:, None].expand(-1, depth), "correct": correct, "accepted": correct.long().cumprod(1).bool(),
+    }
+    if control:
+        true = feats if later is None else torch.cat([feats, drafter.pick_features(later.aux, later.last)], 1)
+        beside = prefill_control(
+            drafter, torch.cat([ids, read], 1), true, depth, sink_at=chain.sink_at, intervention=intervention, recent=recent,
+        )
+        columns |= {"control_" + _NAMES[n]: v for n, v in measures(beside).items()}
+    values = {name: value[0].tolist() for name, value in columns.items()}
+    return [{"prompt": number, **{name: value[k] for name, value in values.items()}} for k in range(depth)]
+
+
+def _greedy(model, token: Tensor, count: int, cache: DynamicCache) -> Tensor:
+    """``token`` (1, 1) and what the target says after it, (1, max(count, 1)); the cache is put back."""
+    out = [token]
+    for _ in range(count - 1):
+        out.append(model(out[-1], cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
+    cache.crop(min(0, 1 - count))
+    return torch.cat(out, 1)
