@@ -45,7 +45,7 @@ class Sandbox:
         if parent is not None and not Path(parent).is_dir():
             raise InputError("folder for temporary folders", got=str(parent), allowed="a folder that exists", hint="leave root=None")
         self.root = Path(tempfile.mkdtemp(prefix=prefix, dir=parent)).resolve()
-        self._finalizer = weakref.finalize(self, shutil.rmtree, self.root, ignore_errors=True)
+        self._finalizer = weakref.finalize(self, _remove, self.root)
 
     def path(self, name: str) -> Path:
         """The path of a plain relative name in the folder; need not exist."""
@@ -67,6 +67,16 @@ class Sandbox:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _remove(root: Path) -> None:
+    """Remove a folder and all in it; links are removed and not followed."""
+    if os.name == "nt":
+        # git writes read-only files, which Windows does not delete.
+        for folder, _, names in os.walk(root):
+            for name in names:
+                os.chmod(os.path.join(folder, name), 0o600)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def run_program(args: list[str], *, cwd: Path, env: dict[str, str] | None = None, stdin: bytes | None = None, timeout: float = 30) -> bytes:

@@ -80,7 +80,7 @@ class Desk:
     def content(self, table: str) -> Table: raise NotImplementedError
     def size(self, table: str) -> tuple[int, int]: raise NotImplementedError
     def fill(self, into: str, table: Table) -> str: raise NotImplementedError
-    def derive(self, tool: str, into: str, sources: tuple[str, ...], word: str | int) -> str: raise NotImplementedError
+    def derive(self, tool: str, into: str, sources: tuple[str, ...], word: str) -> str: raise NotImplementedError
     def post(self, table: str) -> None: raise NotImplementedError
     def posted(self) -> set[str]: raise NotImplementedError
     def clear(self, keep: str, *, final: bool) -> None: raise NotImplementedError
@@ -201,13 +201,13 @@ class Desk:
             return f"{into}: {label}, posted"
         return f"{into}: {label}"
 
-    def _one(self, tool: str, table: str, into: str, word: str | int = "") -> str:
+    def _one(self, tool: str, table: str, into: str, word: str = "") -> str:
         self._columns(table, *_NEEDS.get(tool, ()))
         if into == table:
             raise Refused("a table cannot be made from itself")
         if tool in _COUNTS:
             rows, peak = self.size(table)
-            if rows * peak > _SUM or (tool == "convert" and peak * UNITS[str(word)] > _PEAK):
+            if rows * peak > _SUM or (tool == "convert" and peak * UNITS[word] > _PEAK):
                 raise Refused("numbers too large")
         self._into(into)
         return f"{into}: {self.derive(tool, into, (table,), word)}"

@@ -100,7 +100,7 @@ class MemoryDesk(Desk):
         self._tables[into] = table
         return table.label
 
-    def derive(self, tool: str, into: str, sources: tuple[str, ...], word: str | int) -> str:
+    def derive(self, tool: str, into: str, sources: tuple[str, ...], word: str) -> str:
         tables = tuple(self._tables[name] for name in sources)
         memo, key = self.world.memo, (tool, word, tables)
         made = memo.get(key)

@@ -58,16 +58,23 @@ def _load(job: Job, steps: _Pattern) -> str:
         into = f"all{number}"
         steps.add("load", "stack", reads=(rows, stem), writes=into, left="{goal}_" + rows, right="{goal}_" + stem, into="{goal}_" + into)
         rows = into
+    if "stack" in job.peeks:
+        steps.peek("load", rows)
     return rows
 
 
 def _join(job: Job, steps: _Pattern, left: str) -> None:
+    if job.scan:
+        for name in job.lists:
+            steps.add("load", "count", path=f"lists/{{input}}_{name}.csv")
     for name in job.lists:
         steps.add("load", "lookup", writes=name, path=f"lists/{{input}}_{name}.csv", into="{goal}_" + name)
     for name in job.lists:
         into = f"with_{name}"
         steps.add("load", "join", reads=(left, name), writes=into, left="{goal}_" + left, right="{goal}_" + name, into="{goal}_" + into)
         left = into
+    if "join" in job.peeks:
+        steps.peek("load", left)
     if job.tally:
         steps.table("load", "total", left, "tally", by=job.lists[-1][:-1])
 
