@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 from nbkit.envs.office.jobs import ROUNDING, UNITS
 from nbkit.envs.office.tables import Table, check_sum, list_rows, main_rows
@@ -67,6 +68,8 @@ class Desk:
 
     `do` runs a call and returns the answer and whether it was done. A call that is turned down changes nothing.
     """
+
+    folder: Path | None = None
 
     def __init__(self, world: World, lasting: frozenset[str], reverify: int):
         self.world, self.lasting, self.reverify, self.pending = world, lasting, reverify, 0

@@ -52,7 +52,7 @@ class DiskDesk(Desk):
             raise
 
     def _set_up(self) -> None:
-        root = self._box.root
+        self.folder = root = self._box.root
         for name, data in {**self.world.files, "notes/rules.txt": house_rules(self.lasting)}.items():
             path = root / name
             path.parent.mkdir(parents=True, exist_ok=True)

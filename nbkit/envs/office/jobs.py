@@ -19,7 +19,7 @@ class Job(NamedTuple):
     """One job. `files`: main files; `goal.kind` scope, group or measure; `constraint.kind` round, exclude, approve or protect.
 
     `column` names what is totalled (its values are `keys`), `scope` the column that a scope goal filters. `lists`: lists to join, `place`
-    where that work stands (early, mid, late), `left` what they are joined to (raw or clean rows), `scan` whether their lines are counted first
+    where that work stands (early, mid, late), `left` what they are joined to (raw or clean rows), `scan` whether each list is looked at
     and `tally` whether amounts are totalled by the last of them. `clean`: order of the cleaning steps.
     `fixed`: the mark or unit, `rounding` and `keep` the words for what the slots leave open ("" for no such step).
     `notice`: the team hears when work starts; `share`: the report has a column of shares.
@@ -71,14 +71,14 @@ _PIECES, _MONEY, _TIME = _w("singles pairs packs dozens scores cases grosses rea
 _WEIGHT, _VOLUME, _ROUND = tuple(UNITS)[24:32], tuple(UNITS)[32:40], tuple(ROUNDING)
 _BRANCHES = _w("north south east west coast valley harbour hill")
 _MONTHS = _w("january february march april may june july august")
-_SOURCES = _w("archive branch paper phone audit draft scan master")
 _PEOPLE = _w("anna ben carla david emma felix grace henry")
-_FOLDERS = _w("invoices contracts photos letters receipts payroll maps minutes")
+_FOLDERS = _w("invoices contracts photos letters receipts leases maps minutes")
 _GOODS = _w("soap tea rice oil salt flour honey paper candles thread")
 
 JOBS = (
     Job("sales", "We owe the board a sales report.",
-        Slot("scope", _BRANCHES, "It is about the {} branch only."), Slot("source", _SOURCES, "Take the account owners from the {} list."),
+        Slot("scope", _BRANCHES, "It is about the {} branch only."),
+        Slot("source", _w("archive paper phone audit master till legacy web"), "Take the account owners from the {} list."),
         Slot("round", _ROUND, "Round the totals to full {}."), Slot("mark", MARKS, "Remember that entries marked {} were never real sales."),
         ("jan", "feb"), "product", _GOODS, ("owners",), "packs", _w("dedupe tidy drop convert"),
         scope="branch", ends=_w("history")),
@@ -91,7 +91,7 @@ JOBS = (
         place="mid", tally=True, scan=True, looks=_w("incoming rules head count"), ends=_w("outbox")),
     Job("inventory", "The stock count is in, please make the summary.",
         Slot("scope", _w("cellar attic garage yard dock shop kitchen office"), "We need it for the {} store."),
-        Slot("source", _w("barcode manual supplier spring autumn pilot backup shelf"), "Use the shelf labels of the {} scan."),
+        Slot("source", _w("barcode manual supplier spring autumn pilot backup mobile"), "Use the shelf labels of the {} scan."),
         Slot("protect", _FOLDERS, "When you clear out the old folder, the {} have to stay."),
         Slot("unit", _PIECES, "The counters wrote their numbers in {}."),
         ("count",), "item", _w("bolt nut screw nail hinge lock chain hook spring wheel"),
@@ -120,7 +120,7 @@ JOBS = (
         ("ground", "upper"), "subject", _w("art law music history poetry travel cooking physics chess drama"), ("groups",), "pairs",
         _w("drop dedupe tidy convert"), place="late", share=True, tally=True, scan=True, looks=_w("incoming lists rules tables history")),
     Job("clinic", "The clinic's quarterly statistics are due.",
-        Slot("measure", _w("visits calls scans tests beds meals doses letters"), "The ministry wants the number of {}."),
+        Slot("measure", _w("visits calls scans tests beds meals doses births"), "The ministry wants the number of {}."),
         Slot("source", _w("ward reception lab insurer county pilot nurse legacy"), "Take room numbers from the {} index."),
         Slot("protect", _FOLDERS, "Empty the old folder but keep the {}."),
         Slot("mark", MARKS, "Rows marked {} came from the training system."),
@@ -153,9 +153,9 @@ JOBS = (
         _w("dedupe drop convert tidy"), keep="maps", scan=True, tally=True, looks=_w("incoming rules head tables"), peeks=_w("dedupe join")),
     Job("payroll", "Payroll needs its control sheet.",
         Slot("group", _w("grade site union contract manager bank country cohort"), "Sum it up by {}."),
-        Slot("source", _w("tax pension bank badge audit union legacy master"), "Staff numbers come from the {} file."),
+        Slot("source", _w("tax pension badge audit legacy master archive census"), "Staff numbers come from the {} file."),
         Slot("protect", _FOLDERS, "Clean out the old folder, only the {} must not be lost."),
-        Slot("unit", _TIME, "The time sheets count in {}."),
+        Slot("unit", _MONEY, "Wages were keyed in {}."),
         ("salaried", "hourly"), "grade", (), ("numbers",), "trial", _w("dedupe tidy drop convert"),
         place="late", notice=True, rounding="dozens", looks=_w("incoming lists rules head old"), peeks=_w("drop"), ends=_w("history")),
     Job("charity", "Our donors expect the annual letter with figures.",
@@ -182,7 +182,7 @@ JOBS = (
         looks=_w("incoming lists head count"), peeks=_w("rank")),
     Job("shipping", "Customs is waiting for the shipping statement.",
         Slot("group", _w("port vessel carrier tariff country broker berth season"), "They sort everything by {}."),
-        Slot("source", _w("manifest invoice pilot broker scan radio paper port"), "Consignees are on the {} sheet."),
+        Slot("source", _w("manifest invoice pilot scan radio paper tally crane"), "Consignees are on the {} sheet."),
         Slot("approve", _PEOPLE, "Nothing leaves without the signature of {}, send it there too."),
         Slot("unit", _WEIGHT, "The weights are in {}."),
         ("inbound", "outbound", "transit", "returns"), "port", (), ("consignees", "trucks", "docks"), "hold", _w("dedupe convert drop tidy"),
@@ -204,11 +204,11 @@ JOBS = (
         ends=_w("outbox")),
     Job("school", "The school board wants to see the course figures.",
         Slot("scope", _w("first second third fourth fifth sixth evening summer"), "Restrict it to the {} form."),
-        Slot("source", _w("parent teacher office club exam sport clinic choir"), "Tutors are named in the {} list."),
+        Slot("source", _w("parent teacher office club exam sport clinic dance"), "Tutors are named in the {} list."),
         Slot("exclude", _w("latin biology algebra drama music chess art choir"), "Do not show {} in the result."),
         Slot("unit", _TIME, "Teaching time is noted in {}."),
         ("autumn", "spring", "summer"), "course", _w("latin biology algebra drama music chess art choir crafts debate"), ("tutors", "rooms"), "stale",
-        _w("dedupe tidy drop convert"), scope="form", left="clean", place="mid", keep="minutes", looks=_w("incoming lists rules")),
+        _w("dedupe tidy drop convert"), scope="form", left="clean", place="mid", keep="receipts", looks=_w("incoming lists rules")),
     Job("garden", "Please sum up the garden centre's deliveries.",
         Slot("scope", _MONTHS, "I need the month of {}."),
         Slot("source", _w("nursery market truck phone web school club estate"), "Growers can be found in the {} register."),
@@ -218,7 +218,7 @@ JOBS = (
         _w("tidy drop dedupe convert"), scope="month", place="late", share=True, tally=True, looks=_w("incoming lists rules head"),
         peeks=_w("total")),
     Job("printing", "The print shop bill has to be checked.",
-        Slot("measure", _w("black colour posters cards books covers labels maps"), "We were asked about {} only."),
+        Slot("measure", _w("black colour posters cards books covers labels flyers"), "We were asked about {} only."),
         Slot("source", _w("copier studio press night campus legal stock mail"), "Departments are keyed in the {} list."),
         Slot("protect", _FOLDERS, "Throw away the old stuff but not the {}."),
         Slot("unit", _PIECES, "The shop counts in {}."),

@@ -64,11 +64,10 @@ def _load(job: Job, steps: _Pattern) -> str:
 
 
 def _join(job: Job, steps: _Pattern, left: str) -> None:
-    if job.scan:
-        for name in job.lists:
-            steps.add("load", "count", path=f"lists/{{input}}_{name}.csv")
     for name in job.lists:
         steps.add("load", "lookup", writes=name, path=f"lists/{{input}}_{name}.csv", into="{goal}_" + name)
+        if job.scan:
+            steps.peek("load", name)
     for name in job.lists:
         into = f"with_{name}"
         steps.add("load", "join", reads=(left, name), writes=into, left="{goal}_" + left, right="{goal}_" + name, into="{goal}_" + into)

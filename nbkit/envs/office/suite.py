@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from nbkit.envs.office.answer import expected, verdict
@@ -83,6 +84,14 @@ class Episode:
             raise RunError("the episode is closed", hint="reset() starts it again")
         return self._desk
 
+    @property
+    def folder(self) -> Path:
+        """The episode's temporary folder. Raises: RunError for the memory back end, which has none."""
+        folder = self._open().folder
+        if folder is None:
+            raise RunError("the memory back end has no folder", hint='backend="disk"')
+        return folder
+
     def observe(self) -> Observation:
         """What the last action answered."""
         return self._last
@@ -138,7 +147,7 @@ class OfficeOps:
 
     >>> suite = OfficeOps()
     >>> len(suite.variants), suite.variants[0].segment
-    (84, 'It is about the west branch only.')
+    (84, 'It is about the valley branch only.')
     """
 
     def __init__(
