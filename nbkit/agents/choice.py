@@ -30,7 +30,7 @@ class Choice:
         tokens: (options,) number of tokens.
 
     >>> choice = Choice(("a", "b"), np.array([-1.0, -3.0]), np.array([-1.0, -1.5]), None, np.array([1, 2]))
-    >>> choice.pick(), round(choice.probabilities()[0], 3), round(choice.entropy(), 3)
+    >>> choice.pick(), round(float(choice.probabilities()[0]), 3), round(choice.entropy(), 3)
     (0, 0.881, 0.365)
     """
 
@@ -80,25 +80,36 @@ class ChoiceScorer:
         if window is not None and window < 1:
             raise InputError("window", got=window, allowed=">= 1 tokens, or None")
         self.model, self.tokenizer, self.lead, self.null, self.window, self.reuse = model, tokenizer, lead, null, window, reuse
-        self.memo: dict[tuple[str, tuple[str, ...]], Choice] = {}
+        self.memo: dict[tuple[str, tuple[str, ...], str | None], Choice] = {}
+        self._bases: dict[tuple[str, tuple[str, ...]], np.ndarray] = {}
         self.tokens_read = 0
         self._ids: list[int] = []
         self._cache: Any = None
         self._last: Any = None
         self._encoded: dict[str, tuple[int, ...]] = {}
 
-    def __call__(self, prefix: str, options: Sequence[str]) -> Choice:
-        """Score the options after the prefix.
+    def __call__(self, prefix: str, options: Sequence[str], *, null: str | None = None) -> Choice:
+        """Score the options after the prefix; ``null`` stands in for the scorer's null prefix.
 
         Raises: InputError for no options, an option or a prefix without tokens; UnsupportedModelError for a model whose cache cannot be cut back.
         """
-        key = prefix, tuple(options)
+        null = self.null if null is None else null
+        key = prefix, tuple(options), null
         if key not in self.memo:
-            base = None if self.null is None else self._sums(self.null, key[1])
+            base = None if null is None else self._base(null, key[1])
             sums = self._sums(prefix, key[1])
             tokens = np.array([len(self._encode(option)) for option in key[1]])
             self.memo[key] = Choice(key[1], sums, sums / tokens, None if base is None else sums - base, tokens)
         return self.memo[key]
+
+    def _base(self, null: str, options: tuple[str, ...]) -> np.ndarray:
+        """Sums after a null prefix; kept apart, so that reading it does not push out what is known of the last prefix."""
+        if (null, options) not in self._bases:
+            kept = self._ids, self._cache, self._last
+            self._ids, self._cache, self._last = [], None, None
+            self._bases[null, options] = self._sums(null, options)
+            self._ids, self._cache, self._last = kept
+        return self._bases[null, options]
 
     def count(self, text: str) -> int:
         """Number of tokens of a text."""
@@ -150,17 +161,13 @@ class ChoiceScorer:
             limit = min(len(ids) - 1, len(self._ids))
             while shared < limit and ids[shared] == self._ids[shared]:
                 shared += 1
-        if shared:
-            self._crop(shared)
-        else:
-            self._cache = self._new_cache()
-        # Half a prefix must not be taken for a whole one if the call below is interrupted.
-        self._ids = ids[:shared]
-        device = self.model.device
-        new = torch.tensor([ids[shared:]], device=device)
-        out = self.model(new, cache=self._cache, use_cache=True, logits_to_keep=1)
+        cache = self._cut(shared) if shared else self._new_cache()
+        # Until the call below is through, nothing is known to be read.
+        self._ids, self._cache = [], None
+        new = torch.tensor([ids[shared:]], device=self.model.device)
+        out = self.model(new, cache=cache, use_cache=True, logits_to_keep=1)
         self.tokens_read += len(ids) - shared
-        self._ids, self._last = list(ids), out.logits[0, -1].float().log_softmax(-1).cpu()
+        self._ids, self._cache, self._last = list(ids), cache, out.logits[0, -1].float().log_softmax(-1).cpu()
         return self._last
 
     def _new_cache(self) -> Any:
@@ -168,10 +175,14 @@ class ChoiceScorer:
 
         return DynamicCache(config=self.model.config)
 
-    def _crop(self, tokens: int) -> None:
-        if any(not hasattr(layer, "crop") for layer in self._cache.layers) or any(getattr(layer, "is_sliding", False) for layer in self._cache.layers):
+    def _cut(self, tokens: int) -> Any:
+        """The cache, cut back to its first ``tokens``."""
+        layers = self._cache.layers
+        if any(not hasattr(layer, "crop") or getattr(layer, "is_sliding", False) for layer in layers):
             raise UnsupportedModelError("cache of the model", got="layers that forget", allowed="full attention in all layers", hint="reuse=False")
-        self._cache.crop(tokens)
+        if tokens < len(self._ids):
+            self._cache.crop(tokens - len(self._ids))
+        return self._cache
 
     def _continue(self, rows: Any) -> Any:
         """(rows, width, vocabulary) log-probabilities after each token of the rows, all of which continue the prefix read last."""

@@ -76,9 +76,9 @@ class _View:
 def demonstrations(suite: Any, *, n: int, masked: float = 0.3, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Oracle call sequences to imitate: (m, FEATURES) views, (m,) next steps (STEPS: stop), (m,) words (-1 where the call holds none).
 
-    In a share ``masked`` of the ``n`` sequences the word is hidden at first, a random one is used, and the right one is revealed at a random moment or
-    not at all: the sequence then goes back to the first call that the right word changes and repeats the oracle's calls from there. What is compared
-    are calls; dependencies and results play no part. Raises: InputError for a share outside 0-1 or plans longer than the network has inputs for.
+    In a share ``masked`` of the ``n`` sequences the word is hidden at first, a random one is used, and the right one is revealed at a random
+    moment or not at all: the sequence then goes back to the first call that the right word changes and repeats the oracle's calls from there. Calls
+    are compared; dependencies and results play no part. Raises: InputError for a share outside 0-1 or plans longer than the network has inputs for.
     """
     from .protocol import plan
 
@@ -134,7 +134,9 @@ class LearnedPolicy(PlanAgent):
         self.network_: Any = None
         self._layers: list[tuple[np.ndarray, np.ndarray]] = []
 
-    def fit(self, suite: Any, *, sequences: int = 6000, updates: int = 3000, batch: int = 512, lr: float = 2e-3, masked: float = 0.3) -> LearnedPolicy:
+    def fit(
+        self, suite: Any, *, sequences: int = 6000, updates: int = 3000, batch: int = 512, lr: float = 2e-3, masked: float = 0.3,
+    ) -> LearnedPolicy:
         """Imitate the plans of a suite by cross-entropy; about a minute on one core with the default sizes."""
         import torch
         from torch.nn import functional as F
@@ -192,7 +194,8 @@ class LearnedPolicy(PlanAgent):
     def learn(self, word: str) -> None:
         self._view.know(word, self.done)
 
-    def choose_step(self, observation: Any) -> int | None:
+    def _look(self) -> int | None:
+        """Run the network on the present view: the next step, None to stop."""
         x = self._view.x
         for weight, bias in self._layers[:-1]:
             x = np.maximum(x @ weight + bias, 0)
@@ -201,13 +204,26 @@ class LearnedPolicy(PlanAgent):
         step = int(self._logits[: STEPS + 1].argmax())
         return step if step < self.length else None
 
+    def choose_step(self, observation: Any) -> int | None:
+        return self._look()
+
+    def _odds(self) -> np.ndarray:
+        score = self._logits[STEPS + 1 : STEPS + 1 + self.variant.k]
+        p = np.exp(score - score.max())
+        return p / p.sum()
+
+    def entropy(self) -> float | None:
+        """Entropy of the network's next word in nats; None when the next call holds none."""
+        step = self._look()
+        if step is None or not self.steps(self.value)[step].fields:
+            return None
+        p = self._odds()
+        return float(-(p * np.log(np.maximum(p, 1e-300))).sum())
+
     def word(self, step: int, observation: Any) -> str:
         if self.steps(self.value)[step].fields:
-            score = self._logits[STEPS + 1 : STEPS + 1 + self.variant.k]
-            if self.known is None and self._view.used is None:
-                p = np.exp(score - score.max())
-                self.value = self.variant.options[int(self.rng.choice(len(p), p=p / p.sum()))]
-            else:
-                self.value = self.variant.options[int(score.argmax())]
+            p = self._odds()
+            drawn = self.known is None and self._view.used is None
+            self.value = self.variant.options[int(self.rng.choice(len(p), p=p)) if drawn else int(p.argmax())]
         self._view.did(step, self.value, self.known)
         return self.value

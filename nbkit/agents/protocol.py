@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -79,6 +80,10 @@ class Agent:
 
     def absorbed(self) -> bool | None:
         """Whether the first hidden word used after a message is the one it stated; None when there was no such message or use."""
+        return None
+
+    def entropy(self) -> float | None:
+        """Entropy in nats of the next choice of the hidden word, None when the next action asks for none or the agent cannot say."""
         return None
 
     def irreversible(self) -> bool:
@@ -164,6 +169,13 @@ class PlanAgent(Agent):
 
     def absorbed(self) -> bool | None:
         return self._absorbed
+
+    def entropy(self) -> float | None:
+        """A uniform guess while the word is unknown, nothing to choose afterwards."""
+        step = self._queue[0] if self._queue else self.order[self._at] if self._at < self.length else None
+        if step is None or not self.steps(self.value)[step].fields:
+            return None
+        return math.log(self.variant.k) if self.known is None else 0.0
 
     def irreversible(self) -> bool:
         """Whether a step whose outcome depends on the word was done with a wrong one and cannot be repeated."""

@@ -106,6 +106,11 @@ MODELS: dict[str, PackageModel | ProjectModel | HubModel] = {
         summary="a small Llama that walks a map in long chains of lookups: one forgotten place costs the answer",
         recipe="lookup-chain",
     ),
+    "clarify-policy": ProjectModel(
+        summary="a network of two layers that imitates oracle call sequences of office jobs",
+        recipe="clarify-policy",
+        build="nbkit.agents.learned:build_policy",
+    ),
 }
 
 

@@ -56,6 +56,18 @@ RECIPES: dict[str, Recipe] = {
             "nbkit.recipes.ams_text:run_loops",
         ),
         Recipe(
+            "clarify-policy", "a small network that imitates oracle call sequences of office jobs", ("models/clarify-policy",), 1,
+            "nbkit.recipes.clarify:run_policy",
+        ),
+        Recipe(
+            "clarify-grid", "success of scripted and learned agents in office jobs by the time a missing fact reaches them",
+            ("recordings/clarify-grid",), 6, "nbkit.recipes.clarify:run_grid",
+        ),
+        Recipe(
+            "clarify-smollm2", "success of SmolLM2-135M in office jobs by the time a missing fact reaches it",
+            ("recordings/clarify-smollm2",), 25, "nbkit.recipes.clarify:run_smollm2",
+        ),
+        Recipe(
             "cot-depth-sim", "error by chain-of-thought depth in the reduced model, simulated", ("recordings/cot-depth-sim",), 4,
             "nbkit.recipes.cot_depth:run_sim",
         ),

@@ -119,8 +119,8 @@ class ForcedInjection:
             raise InputError("agents", got=", ".join(names) or "none", allowed="at least one, each with a name of its own")
         items = [(a, v) for a in range(len(agents)) for v in range(len(self.suite.variants))]
         results = parallel.map(
-            _Cell(self, tuple(agents)), items, executor=executor, resume=resume, key=_Key(self._digest(), tuple(names), self.suite), progress=progress,
-            desc="episodes",
+            _Cell(self, tuple(agents)), items, executor=executor, resume=resume, key=_Key(self._digest(), tuple(names), self.suite),
+            progress=progress, desc="episodes",
         )
         return Outcomes.from_rows(_unpack(row, names[a], self.suite.variants[v]) for (a, v), rows in zip(items, results) for row in rows)
 
@@ -138,6 +138,13 @@ class ForcedInjection:
             check = episode.check()
             trace, at = list(episode.trace), episode.messages[0][0] if episode.messages and row["delivered"] else None
         return Run(row, trace, check.reasons, at, _marks(agent, trace))
+
+    def row(self, agent: Any, variant: Variant, *, arm: str = "inject", fraction: float = 0.3, trial: int = 0) -> dict[str, Any]:
+        """Play one condition and return its row of the table, without the trace."""
+        if arm not in ARMS:
+            raise InputError("arm", got=arm, allowed=", ".join(ARMS))
+        with self.suite.make(variant, seed=self._world(trial), budget=budget_actions(self.budget, _oracle(variant)[0])) as episode:
+            return _unpack(_pack(self._play(episode, agent, variant, arm, fraction, trial)), agent.name, variant)
 
     def _world(self, trial: int) -> int:
         return 1000 * self.seed + trial
@@ -228,8 +235,8 @@ def _pack(row: dict[str, Any]) -> list[Any]:
     bits = sum(1 << i for i, name in enumerate(_BITS) if row[name])
     fraction, realised = (None if math.isnan(row[name]) else round(row[name], 6) for name in ("fraction", "realised"))
     return [
-        ARMS.index(row["arm"]), fraction, row["trial"], bits, row["actions"], round(row["wasted"], 5), realised, row["absorbed"], row["oracle_actions"],
-        row["budget"],
+        ARMS.index(row["arm"]), fraction, row["trial"], bits, row["actions"], round(row["wasted"], 5), realised, row["absorbed"],
+        row["oracle_actions"], row["budget"],
     ]
 
 
@@ -264,8 +271,8 @@ def with_word(variant: Variant, word: str) -> Variant:
     """The same job with another right word. Raises: InputError for a word that is none of its options.
 
     >>> v = OfficeOps().variants[0]
-    >>> with_word(v, v.options[-1]).segment
-    'It is about the east branch only.'
+    >>> v.options[0] in with_word(v, v.options[0]).segment
+    True
     """
     if word not in variant.options:
         raise InputError("hidden word", got=word, allowed=", ".join(variant.options))
