@@ -42,7 +42,7 @@ N = 14
 def target(family="llama"):
     torch.manual_seed(0)
     if family == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False))
     else:
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=False))
     # Larger weights than usual, so that the distributions are far from uniform.

@@ -14,6 +14,7 @@ changing the target's output.
 from .chain import Chain, attention_shares, draft_chain, measures, prefill_control, sink_position
 from .drafter import Drafter, DrafterConfig, EagleDrafter, Intervention, MTPHead, StepOutput, build, default_aux_layers, rms
 from .features import Features, coverage, frequent_tokens, target_features
+from .files import load_drafter, write_checkpoint
 from .fit import Batch, FitResult, fit_drafter, ttt_loss
 from .report import by_step, drift_report
 from .speculative import Acceptance, SpeculativeOutput, acceptance, reject, speculative_generate
@@ -41,6 +42,7 @@ __all__ = [
     "drift_report",
     "fit_drafter",
     "frequent_tokens",
+    "load_drafter",
     "measures",
     "prefill_control",
     "reject",
@@ -49,4 +51,5 @@ __all__ = [
     "speculative_generate",
     "target_features",
     "ttt_loss",
+    "write_checkpoint",
 ]

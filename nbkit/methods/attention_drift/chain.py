@@ -118,7 +118,8 @@ def draft_chain(
     columns = _columns(drafter, steps, None if text is None else text.keys[:, :, -1:], g, sink_at, starts - 1, positions[:, -1:], recent)
     return Chain(
         proposed=torch.cat([drafter.propose(s.logits) for s in steps], 1), fed=torch.cat([tokens[:, -1:], *picked], 1),
-        attention=[s.attention[:, :, -1] for s in steps], sink_at=sink_at, fused_rms=rms(g)[:, 0], logits=torch.cat([s.logits for s in steps], 1), **columns,
+        attention=[s.attention[:, :, -1] for s in steps], sink_at=sink_at, fused_rms=rms(g)[:, 0],
+        logits=torch.cat([s.logits for s in steps], 1), **columns,
     )
 
 

@@ -321,6 +321,7 @@ class Drafter(nn.Module):
         _initialise(self, seed)
         self._target: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._head: tuple[Tensor, Tensor | None] | None = None
+        self._own: tuple[Tensor | None, Tensor | None] = (None, None)
         self.d2t = self.t2d = None
         if cfg.draft_vocab is not None:
             del self.d2t, self.t2d
@@ -390,9 +391,23 @@ class Drafter(nn.Module):
         self._slice_head()
         return self
 
+    def use_own(self, *, embed: Tensor | None = None, head: Tensor | None = None) -> None:
+        """Read embeddings (vocabulary, d) and head (draft vocabulary, d) from these frozen tables instead of the target's.
+
+        Raises: InputError for tables of another shape.
+        """
+        rows = self.cfg.draft_vocab or self.cfg.vocab_size
+        for name, table, size in (("embed", embed, self.cfg.vocab_size), ("head", head, rows)):
+            if table is not None and tuple(table.shape) != (size, self.cfg.hidden_size):
+                raise InputError(name, got=tuple(table.shape), allowed=(size, self.cfg.hidden_size))
+        self._own = (None if embed is None else embed.detach(), None if head is None else head.detach())
+        self._slice_head()
+
     def _slice_head(self) -> None:
         self._head = None
-        if self._target is not None and self.vocab_chosen:
+        if self._own[1] is not None:
+            self._head = (self._own[1], None)
+        elif self._target is not None and self.vocab_chosen:
             _, weight, bias = self._target
             if self.cfg.draft_vocab is not None:
                 ids = self.vocab_ids.to(weight.device)
@@ -405,7 +420,7 @@ class Drafter(nn.Module):
 
         Raises: InputError before `bind`.
         """
-        if self._target is None:
+        if self._head is None and self._target is None:
             raise InputError("drafter", got="no target", allowed="a drafter that is bound to one", hint="drafter.bind(model)")
         if self._head is None:
             raise InputError("draft vocabulary", got="not chosen yet", allowed=f"{self.cfg.draft_vocab} target ids", hint="drafter.set_vocab(ids)")
@@ -416,9 +431,10 @@ class Drafter(nn.Module):
 
         Raises: InputError before `bind`.
         """
-        if self._target is None:
+        table = self._own[0] if self._own[0] is not None else self._target[0] if self._target is not None else None
+        if table is None:
             raise InputError("drafter", got="no target", allowed="a drafter that is bound to one", hint="drafter.bind(model)")
-        return F.embedding(tokens, self._target[0]).to(self.fc.weight.dtype)
+        return F.embedding(tokens, table).to(self.fc.weight.dtype)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Scores over the draft vocabulary of states that the final norm has already seen; no second norm is applied."""
