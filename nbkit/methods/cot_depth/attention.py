@@ -229,6 +229,12 @@ def train_cot(
         lr: of Adam, gradients cut at length one; a sixth of it in the last quarter.
 
     Returns: (step, loss averaged over the unrolled steps and since the last entry) every ``every`` steps.
+    Raises: InputError for prompts that do not fit the model, or counts below one.
+
+    >>> model = LinearSelfAttentionCoT.random(2, seed=0)
+    >>> history = train_cot(model, prompt_sampler(2, 8), seed=0, steps=60, batch=32, every=30)
+    >>> history[1][1] < history[0][1]
+    True
     """
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=lr)
@@ -260,7 +266,12 @@ def train_gamma(
 ) -> list[float]:
     """Train V_{w,x} alone on fixed prompts from w = 0 by gradient descent with momentum, until the loss gains less than ``tolerance`` of itself.
 
-    All other weights stay: this is the reduced model, pre-trained by descent instead of a closed form. Returns the loss after every step.
+    All other weights stay: this is the reduced model, pre-trained by descent instead of a closed form. Returns the loss before every step.
+
+    >>> X, y, w = prompt_sampler(2, 8)(16, torch.Generator().manual_seed(0))
+    >>> losses = train_gamma(LinearSelfAttentionCoT.from_gamma(torch.zeros(2, 2)), X, y, w)
+    >>> losses[-1] < losses[0]
+    True
     """
     context, at = model.encode(X, y), model.blocks
     start, history = w.new_zeros(w.shape), []

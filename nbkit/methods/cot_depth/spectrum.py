@@ -43,7 +43,11 @@ def check_depths(depths, most: int) -> np.ndarray:
 
 
 def edges(alpha: float) -> tuple[float, float]:
-    """Smallest and largest eigenvalue of the continuous part of S."""
+    """Smallest and largest eigenvalue of the continuous part of S, (1 -+ alpha^-1/2)^2.
+
+    >>> edges(4.0)
+    (0.25, 2.25)
+    """
     root = math.sqrt(1 / alpha)
     return (1 - root) ** 2, (1 + root) ** 2
 
