@@ -12,10 +12,12 @@ changing the target's output.
 """
 
 from .chain import Chain, attention_shares, draft_chain, measures, prefill_control, sink_position
-from .drafter import Drafter, DrafterConfig, EagleDrafter, Intervention, MTPHead, StepOutput, build, default_aux_layers, rms
+from .config import DrafterConfig, default_aux_layers
+from .drafter import Drafter, EagleDrafter, MTPHead, StepOutput, build
 from .features import Features, coverage, frequent_tokens, target_features
 from .files import load_drafter, write_checkpoint
 from .fit import Batch, FitResult, fit_drafter, ttt_loss
+from .intervention import Intervention, rms
 from .report import by_step, drift_report
 from .speculative import Acceptance, SpeculativeOutput, acceptance, reject, speculative_generate
 

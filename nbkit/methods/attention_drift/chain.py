@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from nbkit.errors import InputError
 
 from .attention import KV, rotate
-from .drafter import NOTHING, Drafter, Intervention, StepOutput, rms
+from .drafter import Drafter, StepOutput
+from .intervention import NOTHING, Intervention, rms
 
 RECENT = 8
 """Keys that count as recent: the query's own and those before it, a fixed number, because a share of the chain alone grows with its length."""

@@ -7,9 +7,8 @@ x_{t+k+1}. Sources: EAGLE-3 (arXiv 2503.01840); the switches `norm_output` and `
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,196 +17,10 @@ from torch.nn import functional as F
 
 from nbkit.errors import InputError, UnsupportedModelError
 
-from .attention import KV, attend, attend_diagonal, rotate, visible
-
-KINDS = ("eagle", "mtp")
-NOISE_PATHS = ("hidden", "embedding")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrafterConfig:
-    """Shape and switches of a drafter.
-
-    Attributes:
-        aux_layers: three rising layer numbers, 0-based; the residual stream *after* each of them is read, raw.
-        vocab_size: tokens of the target. draft_vocab: tokens the drafter can propose; None means all of them.
-        norm_output: feed the normalised state y back instead of the raw one o ("post-norm").
-        fc_norm: normalise the three streams separately before they are fused. norm_before_fc: one norm over their concatenation.
-        norm_before_residual: the residual of the layer starts from the normalised state.
-        gate: multiply the attention output elementwise by a sigmoid gate of the layer's input.
-        window: keys that a query sees, counted back from itself; None means all. carry_sink: first positions that stay visible beyond the window.
-        kind: ``"eagle"`` or ``"mtp"`` (multi-token-prediction head: reads the target's last state, feedback always normalised).
-
-    Raises: InputError for sizes and switches that do not fit together.
-
-    Source: arXiv 2605.09992; EAGLE 3.1.
-
-    >>> from dataclasses import replace
-    >>> base = DrafterConfig(hidden_size=8, intermediate_size=16, heads=2, kv_heads=1, head_dim=4, aux_layers=(0, 1, 2), vocab_size=10)
-    >>> base.variant, replace(base, norm_output=True, fc_norm=True).variant, replace(base, gate=True).variant
-    ('pre', 'post+fc_norm', 'gate')
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    aux_layers: tuple[int, int, int]
-    vocab_size: int
-    draft_vocab: int | None = None
-    rope_theta: float = 10000.0
-    rms_eps: float = 1e-6
-    norm_output: bool = False
-    fc_norm: bool = False
-    norm_before_fc: bool = False
-    norm_before_residual: bool = False
-    gate: bool = False
-    window: int | None = None
-    carry_sink: int = 0
-    kind: str = "eagle"
-
-    def __post_init__(self):
-        for name in ("hidden_size", "intermediate_size", "heads", "kv_heads", "head_dim", "vocab_size"):
-            _positive(name, getattr(self, name))
-        if self.heads % self.kv_heads:
-            raise InputError("kv_heads", got=self.kv_heads, allowed=f"a divisor of heads = {self.heads}")
-        if self.head_dim % 2:
-            raise InputError("head_dim", got=self.head_dim, allowed="an even number, because rotary positions turn pairs")
-        if self.kind not in KINDS:
-            raise InputError("kind", got=self.kind, allowed=", ".join(KINDS))
-        layers = tuple(self.aux_layers)
-        if len(layers) != 3 or any(not _is_int(i) or i < 0 for i in layers) or not layers[0] < layers[1] < layers[2]:
-            raise InputError("aux_layers", got=layers, allowed="three rising layer numbers, 0-based", hint="DrafterConfig.from_target picks them")
-        object.__setattr__(self, "aux_layers", layers)
-        if self.draft_vocab is not None and not (_is_int(self.draft_vocab) and 1 <= self.draft_vocab <= self.vocab_size):
-            raise InputError("draft_vocab", got=self.draft_vocab, allowed=f"None or 1..{self.vocab_size}")
-        if self.window is not None:
-            _positive("window", self.window)
-        if not _is_int(self.carry_sink) or self.carry_sink < 0:
-            raise InputError("carry_sink", got=self.carry_sink, allowed=">= 0")
-        if self.fc_norm and self.norm_before_fc:
-            raise InputError("fc_norm and norm_before_fc", got="both", allowed="one of them", hint="fc_norm=True, norm_before_fc=False")
-        if self.kind == "mtp" and (self.fc_norm or self.norm_before_fc or self.norm_before_residual or self.gate or not self.norm_output):
-            raise InputError(
-                "switches of an MTP head", got=self.variant, allowed="norm_output=True and no other switch",
-                hint="its inputs and its feedback are normalised by design",
-            )
-
-    @classmethod
-    def from_target(cls, model, aux_layers=None, draft_vocab: int | None = None, **switches) -> DrafterConfig:
-        """Sizes of ``model`` (a causal LM of transformers) with ``switches`` on top.
-
-        Raises: InputError for unknown layers or switches; UnsupportedModelError for a model without the usual sizes.
-        """
-        config = model.config.get_text_config()
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(switches) - known)
-        if unknown:
-            raise InputError("switch", got=", ".join(unknown), allowed=", ".join(sorted(known)))
-        try:
-            heads, hidden = config.num_attention_heads, config.hidden_size
-            sizes = dict(
-                hidden_size=hidden, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-                head_dim=getattr(config, "head_dim", None) or hidden // heads,
-                intermediate_size=getattr(config, "intermediate_size", None) or 4 * hidden, rope_theta=_rope_theta(config),
-            )
-        except AttributeError as error:
-            raise UnsupportedModelError("target", got=f"{type(model).__name__}: {error}", allowed="a causal LM of transformers") from error
-        layers = default_aux_layers(config.num_hidden_layers) if aux_layers is None else tuple(aux_layers)
-        if switches.get("kind") == "mtp":
-            switches.setdefault("norm_output", True)
-        out = cls(**{**sizes, "aux_layers": layers, "vocab_size": embedding_of(model).shape[0], "draft_vocab": draft_vocab, **switches})
-        check_layers(out.aux_layers, config.num_hidden_layers)
-        return out
-
-    @property
-    def variant(self) -> str:
-        """Short name of the switches, e.g. ``pre``, ``post+fc_norm``, ``gate+post``, ``residual-norm``, ``mtp``."""
-        if self.kind == "mtp":
-            return "mtp"
-        parts = [name for on, name in (
-            (self.gate, "gate"), (self.norm_before_residual, "residual-norm"), (self.norm_output, "post"),
-            (self.fc_norm, "fc_norm"), (self.norm_before_fc, "norm_before_fc"),
-        ) if on]
-        return "+".join(parts) or "pre"
-
-    @property
-    def feature_size(self) -> int:
-        """Channels of the target that `fuse` takes: three streams, or the last state for an MTP head."""
-        return self.hidden_size * (1 if self.kind == "mtp" else 3)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The configuration as JSON values."""
-        return {**asdict(self), "aux_layers": list(self.aux_layers)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
-        """Inverse of `to_dict`.
-
-        Raises: InputError for a key that is unknown or missing.
-        """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise InputError("drafter configuration", got=f"unknown {', '.join(unknown)}", allowed=", ".join(sorted(known)))
-        try:
-            return cls(**{**values, "aux_layers": tuple(values.get("aux_layers", ()))})
-        except TypeError as error:
-            raise InputError("drafter configuration", got=str(error), allowed="all sizes of DrafterConfig") from error
-
-
-@dataclass(frozen=True, kw_only=True)
-class Intervention:
-    """What is done to a chain while it drafts; the default does nothing.
-
-    Attributes:
-        noise: alpha in f <- f + alpha * rms(f) * xi with standard normal xi, drawn anew for every step from ``seed``.
-        path: ``"hidden"`` disturbs the state that a step reads, ``"embedding"`` its token embedding.
-        pin: scale every fed-back state to the magnitude of the fused features, f <- f * rms(g) / rms(f).
-        window, carry_sink: in place of the configuration's own; ``window=0`` switches a window of the configuration off.
-
-    Raises: InputError for a negative noise, an unknown path or a window that means nothing.
-    """
-
-    noise: float = 0.0
-    path: str = "hidden"
-    pin: bool = False
-    window: int | None = None
-    carry_sink: int | None = None
-    seed: int = 0
-
-    def __post_init__(self):
-        if not self.noise >= 0:
-            raise InputError("noise", got=self.noise, allowed=">= 0")
-        if self.path not in NOISE_PATHS:
-            raise InputError("path", got=self.path, allowed=", ".join(NOISE_PATHS))
-        for name in ("window", "carry_sink"):
-            value = getattr(self, name)
-            if value is not None and (not _is_int(value) or value < 0):
-                raise InputError(name, got=value, allowed="None or >= 0")
-
-    def limits(self, cfg: DrafterConfig) -> tuple[int | None, int]:
-        """Window and carried sink that apply to a drafter with configuration ``cfg``."""
-        window = cfg.window if self.window is None else self.window or None
-        return window, cfg.carry_sink if self.carry_sink is None else self.carry_sink
-
-    def disturb(self, embeds: Tensor, f: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Embeddings and states of step ``step`` (1, 2, ...) with noise."""
-        if not self.noise:
-            return embeds, f
-        x = f if self.path == "hidden" else embeds
-        generator = torch.Generator().manual_seed(1_000_003 * self.seed + step)
-        xi = torch.randn(x.shape, generator=generator).to(x)
-        x = x + self.noise * rms(x)[..., None].to(x.dtype) * xi
-        return (embeds, x) if self.path == "hidden" else (x, f)
-
-    def pinned(self, f: Tensor, g: Tensor) -> Tensor:
-        """``f`` at the magnitude of the fused features ``g`` if `pin` is set."""
-        return f * (rms(g) / rms(f).clamp_min(1e-12))[..., None].to(f.dtype) if self.pin else f
-
-
-NOTHING = Intervention()
+from .attention import KV, attend, attend_diagonal, visible
+from .config import DrafterConfig, check_layers, embedding_of, is_int
+from .intervention import NOTHING, Intervention
+from .layers import DecoderLayer, RMSNorm, initialise
 
 
 @dataclass(frozen=True)
@@ -230,77 +43,6 @@ class StepOutput:
     keys: Tensor
 
 
-class RMSNorm(nn.Module):
-    """w * x / sqrt(mean(x^2) + eps) with the statistics in float32.
-
-    >>> RMSNorm(2, 0.0)(torch.tensor([3.0, 4.0])).pow(2).mean().item()
-    1.0
-    """
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis; the result has the dtype of ``x``."""
-        return (F.rms_norm(x.float(), (x.shape[-1],), None, self.eps) * self.weight.float()).to(x.dtype)
-
-
-class _Attention(nn.Module):
-    """Projections of one attention block; what happens between them depends on who calls."""
-
-    def __init__(self, cfg: DrafterConfig, inputs: int):
-        super().__init__()
-        self.cfg = cfg
-        inner = cfg.heads * cfg.head_dim
-        self.q_proj = nn.Linear(inputs, inner, bias=False)
-        self.k_proj = nn.Linear(inputs, cfg.kv_heads * cfg.head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, cfg.kv_heads * cfg.head_dim, bias=False)
-        self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
-        self.g_proj = nn.Linear(inputs, inner) if cfg.gate else None
-
-    def qkv(self, z: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (batch, heads, T, head_dim), the first two rotated to ``positions`` (batch or 1, T)."""
-        def split(x):
-            return x.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
-
-        q, k, v = split(self.q_proj(z)), split(self.k_proj(z)), split(self.v_proj(z))
-        return rotate(q, positions, self.cfg.rope_theta), rotate(k, positions, self.cfg.rope_theta), v
-
-    def finish(self, z: Tensor, mixed: Tensor) -> Tensor:
-        """Output projection of the attended values ``mixed`` (batch, heads, T, head_dim)."""
-        mixed = mixed.transpose(1, 2).flatten(2)
-        if self.g_proj is not None:
-            mixed = mixed * torch.sigmoid(self.g_proj(z))
-        return self.o_proj(mixed)
-
-
-class _MLP(nn.Module):
-    def __init__(self, cfg: DrafterConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class _Layer(nn.Module):
-    """The decoder layer; submodules are named as in EAGLE checkpoints."""
-
-    def __init__(self, cfg: DrafterConfig):
-        super().__init__()
-        eagle = cfg.kind == "eagle"
-        self.input_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_eps)
-        if eagle:
-            self.hidden_norm = RMSNorm(cfg.hidden_size, cfg.rms_eps)
-        self.self_attn = _Attention(cfg, cfg.hidden_size * (2 if eagle else 1))
-        self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_eps)
-        self.mlp = _MLP(cfg)
-
-
 class Drafter(nn.Module):
     """What EAGLE drafters and MTP heads share; use `EagleDrafter` or `MTPHead`.
 
@@ -315,10 +57,10 @@ class Drafter(nn.Module):
             raise InputError("kind of drafter", got=cfg.kind, allowed=self.kind, hint="build(cfg.to_dict()) picks the class")
         self.cfg = cfg
         self.fc = nn.Linear(cfg.feature_size if self.kind == "eagle" else 2 * cfg.hidden_size, cfg.hidden_size, bias=False)
-        self.layers = nn.ModuleList([_Layer(cfg)])
+        self.layers = nn.ModuleList([DecoderLayer(cfg)])
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_eps)
         self._switch_modules()
-        _initialise(self, seed)
+        initialise(self, seed)
         self._target: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._head: tuple[Tensor, Tensor | None] | None = None
         self._own: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -520,7 +262,7 @@ class Drafter(nn.Module):
 
         Source: arXiv 2503.01840, section 3.2 (training-time test).
         """
-        if not _is_int(depth) or depth < 1:
+        if not is_int(depth) or depth < 1:
             raise InputError("depth", got=depth, allowed=">= 1")
         if tokens.ndim != 2 or tokens.shape[1] < 2:
             raise InputError("tokens", got=tuple(tokens.shape), allowed="(batch, N) with N >= 2")
@@ -639,45 +381,6 @@ def build(config: Mapping[str, Any]) -> Drafter:
     return (MTPHead if cfg.kind == "mtp" else EagleDrafter)(cfg)
 
 
-def rms(x: Tensor) -> Tensor:
-    """Root mean square over the last axis in float32, the magnitude that all tables print.
-
-    >>> rms(torch.tensor([[3.0, 4.0]])).pow(2).tolist()
-    [12.5]
-    """
-    return x.float().pow(2).mean(-1).sqrt()
-
-
-def default_aux_layers(layers: int) -> tuple[int, int, int]:
-    """Layers (1, n/2 - 1, n - 4) of n, as common EAGLE-3 trainers choose them; evenly spread in models too shallow for that.
-
-    Raises: InputError below four layers.
-
-    >>> default_aux_layers(32), default_aux_layers(4)
-    ((1, 15, 28), (0, 1, 2))
-    """
-    if layers < 4:
-        raise InputError("layers of the target", got=layers, allowed=">= 4")
-    return (1, layers // 2 - 1, layers - 4) if layers >= 8 else (0, (layers - 1) // 2, layers - 2)
-
-
-def check_layers(aux_layers, layers: int) -> None:
-    """Raise InputError unless all ``aux_layers`` exist and none is the last, whose raw output transformers does not return."""
-    if max(aux_layers) > layers - 2:
-        raise InputError(
-            "aux_layers", got=tuple(aux_layers), allowed=f"0..{layers - 2}, three rising numbers",
-            hint="the state after the last layer is only available behind the final norm",
-        )
-
-
-def embedding_of(model) -> Tensor:
-    """Input embedding table (vocabulary, d) of a causal LM."""
-    table = model.get_input_embeddings()
-    if table is None or not hasattr(table, "weight"):
-        raise UnsupportedModelError("target", got="no input embedding", allowed="a causal language model with a token table")
-    return table.weight
-
-
 def _after_loading(drafter: Drafter, _) -> None:
     """The loaded weights may bring another reduced vocabulary, for which the head has to be cut again."""
     drafter._slice_head()
@@ -689,32 +392,3 @@ def _own_chain(here: Tensor, held: int, window: int | None, sink: int) -> Tensor
         return None
     back = torch.arange(held - 1, -1, -1, device=here.device)
     return (back < window) | (here[..., None] - back < sink)
-
-
-def _initialise(module: nn.Module, seed: int) -> None:
-    """Uniform weights of standard deviation 1/sqrt(3 fan_in); every tensor has a stream of its own, so switches do not change the others."""
-    if not _is_int(seed):
-        raise InputError("seed", got=seed, allowed="an integer")
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            if weight.ndim == 2:
-                generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-                bound = weight.shape[1] ** -0.5
-                weight.copy_((2 * torch.rand(weight.shape, generator=generator) - 1) * bound)
-            elif name.endswith("bias"):
-                weight.zero_()
-
-
-def _rope_theta(config) -> float:
-    """Base of the rotary positions; scaled variants are not imitated, the drafter has plain ones."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    return float(parameters.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0)
-
-
-def _positive(name: str, value: Any) -> None:
-    if not _is_int(value) or value < 1:
-        raise InputError(name, got=value, allowed="an integer >= 1")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

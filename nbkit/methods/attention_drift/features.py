@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nbkit.errors import InputError
 
-from .drafter import Drafter, check_layers, default_aux_layers, embedding_of
+from .config import check_layers, default_aux_layers, embedding_of
+from .drafter import Drafter
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from nbkit.errors import HashMismatchError, InputError, MissingResourceError, UnsupportedModelError
 
-from .drafter import Drafter, DrafterConfig, EagleDrafter, default_aux_layers
+from .config import DrafterConfig, default_aux_layers
+from .drafter import Drafter, EagleDrafter
 
 _FLAGS = ("norm_output", "fc_norm", "norm_before_fc", "norm_before_residual")
 _MOST = 64 << 20

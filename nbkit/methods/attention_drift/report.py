@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from nbkit.errors import InputError
 
 from .chain import MEASURES, RECENT, draft_chain, measures, prefill_control
-from .drafter import NOTHING, Drafter, Intervention
+from .drafter import Drafter
 from .features import check_ids, target_features
+from .intervention import NOTHING, Intervention
 
 _NAMES = {name: "prompt_share" if name == "prompt" else name for name in MEASURES}
 

@@ -13,8 +13,9 @@ from transformers import DynamicCache
 from nbkit.errors import InputError, UnsupportedModelError
 
 from .chain import roll
-from .drafter import NOTHING, Drafter, Intervention
+from .drafter import Drafter
 from .features import check_ids, target_features
+from .intervention import NOTHING, Intervention
 
 
 @dataclass(frozen=True)
