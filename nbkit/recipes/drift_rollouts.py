@@ -1,7 +1,7 @@
 """Answers of SmolLM2 to chat prompts about real passages, with the states a drafter reads: the material of ``drift-smollm2``.
 
-Every prompt has the same number of tokens (the passage fills what the template and the request leave), so a batch needs no padding. Three quarters of the
-answers are sampled, the rest greedy. Calibration documents give the training prompts, held-out documents the others.
+Every prompt has the same number of tokens (the passage fills what the template and the request leave), so a batch needs no padding. Three
+quarters of the answers are sampled, the rest greedy. Calibration documents give the training prompts, held-out documents the others.
 """
 
 from __future__ import annotations
