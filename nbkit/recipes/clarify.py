@@ -113,8 +113,8 @@ def run_grid(work_dir: Path, out_dir: Path, log) -> None:
     kept = [i for i, (_, f) in enumerate(order.conditions) if f not in (0.0, 1.0)]
     data = {f"grid_{name}": values for name, values in table.arrays().items()}
     data |= {
-        "sweep_c": np.array([row["c"] for row in swept], np.int8), "sweep_variants": order.variants, "sweep_template": order.template.astype(np.int16),
-        "sweep_dimension": order.dimension, "sweep_agents": np.array([agent.name for agent in who]),
+        "sweep_c": np.array([row["c"] for row in swept], np.int8), "sweep_variants": order.variants, "sweep_dimension": order.dimension,
+        "sweep_template": order.template.astype(np.int16), "sweep_agents": np.array([agent.name for agent in who]),
         "sweep_arms": np.array([order.conditions[i][0] for i in kept]),
         "sweep_fractions": np.array([-1.0 if np.isnan(order.conditions[i][1]) else order.conditions[i][1] for i in kept]),
         **{f"sweep_{name}": np.array([row["setting"][name] for row in swept], float) for name in ("budget", "reverify", "irreversible")},
@@ -125,7 +125,7 @@ def run_grid(work_dir: Path, out_dir: Path, log) -> None:
         "recipe": "clarify-grid", "seed": SEED, "licence": "MIT",
         "summary": "success of scripted agents and a trained toy in 84 office jobs by the time a missing fact reaches them",
         "settings": {"trials": TRIALS, "budget": BUDGET, "theta": THETA, "cost": COST, "sweep_trials": TRIALS},
-        "note": "scripted simulations (eager, defer, restart) and a trained toy (learned) in an in-memory office; criteria in nbkit/recipes/clarify.py",
+        "note": "scripted simulations (eager, defer, restart) and a trained toy (learned) in an in-memory office; criteria: nbkit/recipes/clarify.py",
     }
     save_recording("clarify-grid", data, card)
 
@@ -193,7 +193,7 @@ def run_smollm2(work_dir: Path, out_dir: Path, log) -> None:
         "recipe": "clarify-smollm2", "seed": SEED, "licence": "MIT",
         "summary": "success of SmolLM2-135M-Instruct in 84 office jobs by the time a missing fact reaches it",
         "settings": {"trials": LM_TRIALS, "budget": BUDGET, "window": LM_WINDOW, "score": "sum", "seconds": round(seconds)},
-        "note": "real language model (4-bit weights, de-quantised to float32) inside a scripted order of steps; no sham arm; trials differ in their worlds "
-        "only, since the choice is greedy",
+        "note": "real language model (4-bit weights, de-quantised to float32) inside a scripted order of steps; no sham arm; trials differ in "
+        "their worlds only, since the choice is greedy",
     }
     save_recording("clarify-smollm2", data, card)

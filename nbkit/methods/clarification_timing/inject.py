@@ -158,8 +158,8 @@ class ForcedInjection:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
     def _rng(self, variant: Variant, trial: int) -> np.random.Generator:
-        # Neither the agent nor the condition is in the seed: all of them meet the same luck.
-        return np.random.default_rng([self.seed, variant.template, sum(variant.dimension.encode()), trial])
+        # Neither the agent nor the condition is in the seed: all of them meet the same luck. The slot and not its label, so that relabelling moves curves.
+        return np.random.default_rng([self.seed, variant.template, sum(variant.slot.encode()), trial])
 
     def _play(self, episode: Episode, agent: Any, variant: Variant, arm: str, fraction: float, trial: int) -> dict[str, Any]:
         """Let the agent work until it stops or the budget is spent; returns the row of the table."""
