@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import nbkit
 from nbkit.models import letters
 
-STEPS, BATCH, RATE = 2200, 24, 2e-3
+STEPS, BATCH, RATE = 800, 16, 3e-3
 
 
 def stream(split: str) -> np.ndarray:
