@@ -56,6 +56,17 @@ RECIPES: dict[str, Recipe] = {
             "nbkit.recipes.ams_text:run_loops",
         ),
         Recipe(
+            "drift-target", "a small Llama over letters, the target of the small drafters", ("models/drift-target",), 8,
+            "nbkit.recipes.drift_target:run",
+        ),
+        Recipe(
+            "drift-tiny", "small drafters: variant by training depth by seed", ("models/drift-tiny",), 45, "nbkit.recipes.drift_train:run_tiny",
+        ),
+        Recipe(
+            "drift-smollm2", "EAGLE-3 drafters for SmolLM2-135M with pre-norm and post-norm feedback",
+            ("models/drift-smollm2-pre", "models/drift-smollm2-post"), 60, "nbkit.recipes.drift_train:run_smol",
+        ),
+        Recipe(
             "clarify-policy", "a small network that imitates oracle call sequences of office jobs", ("models/clarify-policy",), 1,
             "nbkit.recipes.clarify:run_policy",
         ),
@@ -70,6 +81,10 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "cot-depth-sim", "error by chain-of-thought depth in the reduced model, simulated", ("recordings/cot-depth-sim",), 4,
             "nbkit.recipes.cot_depth:run_sim",
+        ),
+        Recipe(
+            "cot-depth-best", "best chain-of-thought depth by context, pre-training and label noise, from the formula",
+            ("recordings/cot-depth-best",), 4, "nbkit.recipes.cot_best:run_best",
         ),
         Recipe(
             "cot-depth-attention", "error by chain-of-thought depth of trained linear and softmax attention",
