@@ -106,6 +106,25 @@ MODELS: dict[str, PackageModel | ProjectModel | HubModel] = {
         summary="a small Llama that walks a map in long chains of lookups: one forgotten place costs the answer",
         recipe="lookup-chain",
     ),
+    "drift-target": ProjectModel(
+        summary="a small Llama over letters that continues Python sources and reference texts: the target of drift-tiny",
+        recipe="drift-target",
+    ),
+    "drift-tiny": ProjectModel(
+        summary="drafters for drift-target: every variant and training depth of the grid, first seed",
+        recipe="drift-tiny",
+        build="nbkit.recipes.drift_train:build_tiny",
+    ),
+    "drift-smollm2-pre": ProjectModel(
+        summary="EAGLE-3 drafter for SmolLM2-135M-Instruct whose raw state is fed back",
+        recipe="drift-smollm2",
+        build="nbkit.methods.attention_drift:build",
+    ),
+    "drift-smollm2-post": ProjectModel(
+        summary="EAGLE-3.1 drafter for SmolLM2-135M-Instruct whose normalised state is fed back",
+        recipe="drift-smollm2",
+        build="nbkit.methods.attention_drift:build",
+    ),
     "clarify-policy": ProjectModel(
         summary="a network of two layers that imitates oracle call sequences of office jobs",
         recipe="clarify-policy",
