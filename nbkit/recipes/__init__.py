@@ -84,7 +84,7 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "cot-depth-best", "best chain-of-thought depth by context, pre-training and label noise, from the formula",
-            ("recordings/cot-depth-best",), 4, "nbkit.recipes.cot_best:run_best",
+            ("recordings/cot-depth-best",), 1, "nbkit.recipes.cot_best:run_best",
         ),
         Recipe(
             "cot-depth-attention", "error by chain-of-thought depth of trained linear and softmax attention",

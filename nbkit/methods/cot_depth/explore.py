@@ -211,7 +211,7 @@ class BestTable:
 
 @functools.cache
 def _best_layout() -> dict:
-    yaxis = {"type": "log", "range": np.log10([0.9, 500]).tolist(), "title": {"text": "best depth t* (steps)"}, "tickvals": [1, 3, 10, 30, 100, 400]}
+    yaxis = {"type": "log", "range": np.log10([0.9, 300]).tolist(), "title": {"text": "best depth t* (steps)"}, "tickvals": [1, 3, 10, 30, 100, 200]}
     return {
         "height": 470, "margin": {"t": 62, "b": 105, "l": 70, "r": 20}, "legend": {"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0},
         "xaxis": {"type": "log", "domain": [0, 0.46], "anchor": "y", "title": {"text": "pre-training τ (prompts per dimension)"},
@@ -236,7 +236,7 @@ def draw_best(result: Mapping) -> Any:
     data = [
         _line(result["taus"], finite["by_tau"], "best depth", BLUE, **points),
         _line(result["taus"], result["taus"] ** 2, "τ² (law at α = 1, no noise)", GREY, dash="dash"),
-        _line([critical if math.isfinite(critical) else math.nan] * 2, [0.9, 500], "critical τ", GREEN, dash="dot", meta=MAY_BE_EMPTY),
+        _line([critical if math.isfinite(critical) else math.nan] * 2, [0.9, 300], "critical τ", GREEN, dash="dot", meta=MAY_BE_EMPTY),
         star | {"x": [min(result["tau"], 20.0)], "name": "this setting"},
         _line(result["noises"], finite["by_noise"], "best depth", BLUE, showlegend=False, **points, **right),
         _line(result["noises"], 1.2 / result["noises"], "1.2 / s² (law at α = 1, τ = ∞)", PURPLE, dash="dashdot", **right),
