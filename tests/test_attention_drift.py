@@ -1,6 +1,7 @@
 """Exact facts about the drafters of attention_drift; `test_identity_NN` are the exact identities of the method."""
 
 import itertools
+import math
 from functools import lru_cache
 
 import pytest
@@ -120,6 +121,39 @@ def test_identity_03_pre_and_post_agree_at_step_1_and_differ_from_step_2():
     assert torch.equal(a[0].logits, b[0].logits)
     for k in (1, 2):
         assert (a[k].logits - b[k].logits).abs().max() > 1e-2
+
+
+# ---- against another implementation ----
+
+
+def wave(*shape, step, scale=1.0):
+    """Numbers that any program can repeat: scale * sin(step * n), n = 1, 2, ... in row order."""
+    n = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64)
+    return (scale * torch.sin(step * n)).float().view(shape)
+
+
+# Logits of tokens 0, 7 and 19 at start 5 in unrolled steps 1 to 4, from Eagle3DraftModel.forward of speculators 0.9.0 (eager attention, Llama
+# layer, float32) with the same state dict; all starts agreed within 1e-5.
+GOLDEN = {
+    "pre": [[3.6878, 3.5714, 3.7026], [4.0267, 3.883, 4.0336], [2.9439, 2.7497, 2.8992], [3.1434, 2.9327, 3.0938]],
+    "post": [[3.6878, 3.5714, 3.7026], [3.3158, 2.9911, 3.2063], [1.9963, 1.6185, 1.8286], [1.9324, 1.5413, 1.756]],
+    "post+fc_norm": [[2.2679, 3.8505, 3.2002], [-5.1421, -3.9575, -4.5922], [5.409, 4.3905, 4.9576], [5.7924, 4.3811, 5.1301]],
+    "norm_before_fc": [[6.3289, 5.7061, 6.1182], [1.5883, 1.4057, 1.5208], [-1.0517, -1.0227, -1.0583], [-0.0459, 0.0786, 0.0226]],
+    "residual-norm": [[2.6876, 2.6398, 2.7191], [1.2721, 1.2571, 1.2913], [0.6159, 0.512, 0.5712], [0.3714, 0.2616, 0.3182]],
+}
+
+
+@pytest.mark.parametrize("variant", sorted(GOLDEN))
+def test_unrolled_logits_equal_those_of_speculators(variant):
+    cfg = DrafterConfig(hidden_size=8, intermediate_size=12, heads=4, kv_heads=2, head_dim=2, aux_layers=(0, 2, 3), vocab_size=20, **SWITCHES[variant])
+    drafter = EagleDrafter(cfg)
+    with torch.no_grad():
+        for k, (_, p) in enumerate(sorted(drafter.named_parameters())):
+            p.copy_(wave(*p.shape, step=0.7 + 0.1 * k, scale=0.6) if p.ndim == 2 else 1 + wave(*p.shape, step=0.7 + 0.1 * k, scale=0.5))
+        drafter.use_own(embed=wave(20, 8, step=1.3), head=wave(20, 8, step=1.9))
+        steps = drafter.ttt(torch.tensor([[1, 7, 3, 12, 19, 5, 0, 7, 11, 2]]), wave(1, 10, 24, step=0.37, scale=2.0), 4)
+    for step, want in zip(steps, GOLDEN[variant], strict=True):
+        torch.testing.assert_close(step.logits[0, 5, [0, 7, 19]], torch.tensor(want), rtol=0, atol=2e-4)
 
 
 # ---- features, training ----
