@@ -83,26 +83,30 @@ def first_repeat(tokens: Sequence[int], gram: int) -> int:
 
 @torch.no_grad()
 def forced_steps(
-    drafter: Drafter, tokens: Tensor, feats: Tensor, best: Tensor, *, first: int, depth: int, rows: int = 8, intervention: Intervention = NOTHING,
+    drafter: Drafter, tokens: Tensor, feats: Tensor, best: Tensor, *, first: int, depth: int, ends: Tensor | None = None, rows: int = 8,
+    intervention: Intervention = NOTHING,
 ) -> dict[str, Tensor]:
     """Chains from every start in the target's own text, each step reading that text: what they propose and how their states change.
 
     Args:
-        tokens: (P, N) texts. feats: (P, N, channels). best: (P, N) the target's greedy token after each position. first: earliest start; the last one
-            is N - 1 - depth. rows: texts at a time.
+        tokens: (P, N) texts. feats: (P, N, channels). best: (P, N) the target's greedy token after each position. first: earliest start.
+        ends: (P,) where texts end, default N; a chain that predicts past the end does not count. rows: texts at a time.
 
     Returns:
         ``accuracy`` (share of starts whose step k proposes ``best``), ``rms``, ``cos`` (fed-back state against the one read) and ``update``
-        (|o - f| / |f|), (P, depth) each: means over starts.
+        (|o - f| / |f|), (P, depth) each: means over starts, NaN for a text without one.
 
     Raises: InputError when no start is left.
 
     Source: arXiv 2605.09992 (acceptance by depth); teacher forcing avoids that only easy texts survive to great depth.
     """
     starts = _starts(tokens, first, depth)
+    ends = torch.full((len(tokens),), tokens.shape[1]) if ends is None else ends
+    counts = (torch.arange(starts.start, starts.stop) + depth + 1 < ends[:, None]).float()
     out: dict[str, list[Tensor]] = {"accuracy": [], "rms": [], "cos": [], "update": []}
     for at in range(0, len(tokens), rows):
         piece = slice(at, at + rows)
+        weights = counts[piece] / counts[piece].sum(1, keepdim=True)
         f = drafter.fuse(feats[piece, starts].float())
         columns: dict[str, list[Tensor]] = {name: [] for name in out}
         for j, step in enumerate(drafter.ttt(tokens[piece], feats[piece].float(), depth, intervention=intervention, logits=False), 1):
@@ -110,10 +114,10 @@ def forced_steps(
             # Step j of start t predicts x_{t+j+1}: the target's choice after position t + j.
             truth = best[piece, starts.start + j : starts.stop + j]
             now, raw = step.feedback[:, starts].float(), step.out[:, starts].float()
-            columns["accuracy"].append((proposed == truth).float().mean(1))
-            columns["rms"].append(rms(now).mean(1))
-            columns["cos"].append(F.cosine_similarity(now, f.float(), dim=-1).mean(1))
-            columns["update"].append(((raw - f).norm(dim=-1) / f.float().norm(dim=-1).clamp_min(1e-12)).mean(1))
+            columns["accuracy"].append(((proposed == truth).float() * weights).sum(1))
+            columns["rms"].append((rms(now) * weights).sum(1))
+            columns["cos"].append((F.cosine_similarity(now, f.float(), dim=-1) * weights).sum(1))
+            columns["update"].append(((raw - f).norm(dim=-1) / f.float().norm(dim=-1).clamp_min(1e-12) * weights).sum(1))
             f = now
         for name in out:
             out[name].append(torch.stack(columns[name], 1))
@@ -213,6 +217,23 @@ def head_sinks(attention: Tensor) -> tuple[Tensor, Tensor]:
     """
     late = attention[..., attention.shape[-2] // 2 :, :].float().mean(-2).mean(0)
     return late.argmax(-1), late.max(-1).values
+
+
+@torch.no_grad()
+def target_sinks(model, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Sinks of the target's heads, position and mean attention (layers, heads) each, see `head_sinks`; one text (row of (P, N)) at a time."""
+    before = model.config._attn_implementation
+    # Only the plain implementation returns weights.
+    model.set_attn_implementation("eager")
+    try:
+        total = 0
+        for row in tokens:
+            maps = model(row[None], output_attentions=True, use_cache=False, logits_to_keep=1).attentions
+            late = [layer[0, :, layer.shape[-2] // 2 :].float().mean(-2) for layer in maps]
+            total = total + torch.stack(late) / len(tokens)
+    finally:
+        model.set_attn_implementation(before)
+    return total.argmax(-1), total.max(-1).values
 
 
 def scaled_stream(feats: Tensor, factor: float) -> Tensor:
