@@ -44,7 +44,12 @@ from nbkit.metrics import bootstrap, kendall, paired, pass_at_k
 SUITE = OfficeOps()
 FREE = OfficeOps(irreversible=0.0, reverify=0)
 SCRIPTED = (Eager, Deferring, Restart)
-LATE = (0.1, 0.3, 0.5, 0.7, 0.9)
+LATE, TIMES = (0.1, 0.3, 0.5, 0.7, 0.9), (0.0, 0.3, 0.5, 0.9, 1.0)
+
+
+def last_looks(steps):
+    """Looks at the end of a plan: when the budget is gone by then, the job is done all the same."""
+    return len(list(itertools.takewhile(lambda step: step.kind == "close", reversed(steps))))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +59,7 @@ def learned():
 
 @pytest.fixture(scope="module")
 def table(learned):
-    return ForcedInjection(SUITE, trials=3).run([Eager(), Deferring(), Restart(), learned])
+    return ForcedInjection(SUITE, timings=TIMES, trials=3).run([Eager(), Deferring(), learned])
 
 
 @pytest.fixture(scope="module")
@@ -97,22 +102,23 @@ def test_identity_03_one_option_makes_all_conditions_equal():
 @pytest.mark.parametrize("k", [2, 6])
 def test_identity_04_without_the_fact_a_guess_is_right_once_in_k(k):
     suite = OfficeOps(options=k)
-    table = ForcedInjection(suite, timings=(), trials=12, sham=False).run([Eager()]).where(arm="never")
+    table = ForcedInjection(suite, timings=(), trials=6, sham=False).run([Eager()]).where(arm="never")
     n, share = len(table), table["passed"].mean()
-    assert n == 84 * 12 and abs(share - 1 / k) < 4 * math.sqrt((1 / k) * (1 - 1 / k) / n)
+    assert n == 84 * 6 and abs(share - 1 / k) < 4 * math.sqrt((1 / k) * (1 - 1 / k) / n)
 
 
 @pytest.mark.parametrize("budget", [1.0, 1.2, 1.5, 1.9])
 def test_identity_05_starting_over_succeeds_iff_the_budget_allows_it(budget):
     experiment = ForcedInjection(FREE, timings=LATE, trials=1, budget=budget, sham=False)
     table = experiment.run([Restart()]).where(arm="inject")
+    looks = {variant.id: last_looks(plan(variant)) for variant in FREE.variants}
     for row in table.rows:
-        spent = moment(row["fraction"], row["oracle_actions"]) + row["oracle_actions"]
+        spent = moment(row["fraction"], row["oracle_actions"]) + row["oracle_actions"] - looks[row["variant"]]
         assert row["passed"] == (spent <= math.floor(budget * row["oracle_actions"] + 1e-9)), row
 
 
 def test_identity_06_without_limits_every_time_is_early_enough():
-    experiment = ForcedInjection(FREE, timings=LATE, trials=2, budget=math.inf, sham=False)
+    experiment = ForcedInjection(FREE, timings=LATE, trials=1, budget=math.inf, sham=False)
     table = experiment.run([kind() for kind in SCRIPTED])
     assert table.where(arm="inject")["passed"].all() and not table.where(arm="never")["passed"].all()
 
@@ -135,7 +141,7 @@ def test_identity_08_closed_form_of_the_eager_agent_episode_by_episode(reverify,
     agent, seen = Eager(), set()
     for variant in suite.variants:
         steps = plan(variant)
-        slack = budget_actions(budget, len(steps)) - len(steps)
+        slack = budget_actions(budget, len(steps)) - len(steps) + last_looks(steps)
         for fraction, trial in itertools.product(LATE, range(2)):
             run = experiment.episode(agent, variant, fraction=fraction, trial=trial)
             before = [step for step in steps[: moment(fraction, len(steps))] if step.depends]
@@ -183,7 +189,7 @@ def test_all_conditions_of_a_trial_share_guess_and_world():
 def test_curves_follow_the_dependencies_and_not_the_labels(table):
     """Hide the input slot under the label goal and the other way round: the outcomes change places exactly."""
     swapped = OfficeOps(relabel={"goal": "input", "input": "goal"})
-    moved = ForcedInjection(swapped, trials=3).run([Eager(), Deferring()])
+    moved = ForcedInjection(swapped, timings=TIMES, trials=3).run([Eager()])
     for agent, arm in itertools.product(moved.agents, ARMS):
         for label, slot in (("goal", "input"), ("input", "goal"), ("context", "context")):
             ours, theirs = moved.where(agent=agent, arm=arm, dimension=label), table.where(agent=agent, arm=arm, dimension=slot)
@@ -328,10 +334,10 @@ def test_curve_is_the_mean_of_pass_at_k_over_variants(table, curve):
 
 
 def test_intervals_are_those_of_the_shared_bootstrap(table):
-    counted = cells(table, "restart")
+    counted = cells(table, "defer")
     mask = counted.dimension == "context"
     difference = (counted.score(3)[:, counted.at("inject", 0.3)] - counted.score(3)[:, counted.at("never")])[mask]
-    ours = demand_curve(table, k=3, n=2000, seed=4).at("restart", "context", 0.3)["voi"]
+    ours = demand_curve(table, k=3, n=2000, seed=4).at("defer", "context", 0.3)["voi"]
     theirs = bootstrap(difference, cluster=counted.template[mask], n=2000, seed=4)
     assert (ours.estimate, ours.low, ours.high) == pytest.approx((theirs.estimate, theirs.low, theirs.high))
     few = np.repeat(np.arange(6), 3)
@@ -406,13 +412,13 @@ def test_sign_flip_is_exact_in_the_limit():
 
 
 def test_panel_of_agents_that_are_one_agent(table):
-    twin = Outcomes.concat([table.where(agent="eager"), Outcomes({**table.where(agent="eager").columns, "agent": np.full(84 * 3 * 16, "twin")})])
+    twin = Outcomes.concat([table.where(agent="eager"), Outcomes({**table.where(agent="eager").columns, "agent": np.full(84 * 3 * 12, "twin")})])
     for form in ("cells", "centred", "gain"):
         (pair,) = kendall_panel(twin, form=form, n_perm=199, n_boot=100)
         assert pair.tau.estimate == pytest.approx(1) and pair.p == pytest.approx(1 / 200)
     (pair,) = kendall_panel(twin, form="profile", n_boot=100)
     (fewer,) = kendall_panel(twin, form="profile", coverage=0.4, n_boot=100)
-    assert pair.tau.estimate == pytest.approx(1) > fewer.tau.estimate
+    assert pair.tau.estimate == pytest.approx(1) and fewer.tau.estimate < 1
 
 
 def test_panel_tau_is_that_of_the_cells(table):
@@ -439,9 +445,9 @@ def test_myopic_policy_asks_where_the_curve_says(curve, table):
     policy = AskPolicy(curve, cost=0.02, agent="eager").fit(table)
     voi = curve.array("eager", "goal")[:, 0]
     assert policy.predict(State("goal", 0.0)) == "ask" and policy.predict(State("goal", 1.0)) == "act"
-    assert policy.value("goal", 0.4) == pytest.approx((voi[2] + voi[3]) / 2)
+    assert policy.value("goal", 0.4) == pytest.approx((voi[1] + voi[2]) / 2)
     assert AskPolicy(curve, cost=1.01).fit().predict(State("goal", 0.0)) == "act"
-    assert policy.value(None, 0.1) == pytest.approx(np.mean([policy.value(d, 0.1) for d in curve.dimensions]))
+    assert policy.value(None, 0.3) == pytest.approx(np.mean([policy.value(d, 0.3) for d in curve.dimensions]))
 
 
 def test_sessions_with_and_without_an_answer(curve, table):
@@ -506,6 +512,7 @@ def test_wrong_settings_are_refused(call, message):
         (lambda t, c: demand_curve(t, cluster="agent"), "cluster"),
         (lambda t, c: demand_curve(t.where(arm=("oracle", "never"))), "injected"),
         (lambda t, c: demand_curve(t.where(arm=("inject", "never"))), "condition"),
+        (lambda t, c: demand_curve(t.where(t["arm"] != "sham"), against="sham"), "condition"),
         (lambda t, c: cells(t, "nobody"), "agent"),
         (lambda t, c: t.where(agent="nobody"), "rows"),
         (lambda t, c: t["mood"], "column"),

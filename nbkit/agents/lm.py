@@ -15,15 +15,17 @@ __all__ = ["HFChoiceAgent"]
 
 # Names of tables are bookkeeping of the skeleton; leaving them out halves what the model has to read.
 _SILENT = ("into", "table", "left", "right")
-_LONGEST = 32
+_LONGEST = 48
+CUES = ("The user said:", "What the user told us:", "Note from the user:")
+"""Three wordings of the question, one for each of three seeds in a row: the choice is greedy, so trials differ in these."""
 
 
 class HFChoiceAgent(PlanAgent):
     """Works through the plan of a job; the hidden word is whatever the model finds most likely after all it has seen so far.
 
-    The model reads the request, one line for each action with the beginning of its answer, and messages as they came; then the sentence of the hidden
-    slot up to its word, which it continues with one of the options. It chooses at the first call of each phase (load, clean, derive, output) that
-    holds the word, and once more after a message; if that choice differs from an earlier one, the skeleton goes back to the first call made with the
+    The model reads the request, one line for each action (what it found where it listed a folder, and refusals; not the numbers that came out), and
+    messages as they came; then one of :data:`CUES` and the sentence of the hidden slot up to its word, which it continues with one of the options. It
+    chooses at the first call of each phase (load, clean, derive, output) that holds the word, and once more after a message; if that choice differs from an earlier one, the skeleton goes back to the first call made with the
     earlier word and goes on from there, whatever depends on it or not.
 
     model, tokenizer: any causal language model of transformers; window: tokens that the model sees: the request and, of the log, the newest lines
@@ -50,7 +52,7 @@ class HFChoiceAgent(PlanAgent):
         self.lines: list[str] = []
         self.choices: list[tuple[int, Choice]] = []
         self._head = f"Request: {text}\n\nLog:"
-        self._frame = "The user said: " + variant.segment.partition(variant.answer)[0].rstrip()
+        self._frame = f"{CUES[seed % len(CUES)]} {variant.segment.partition(variant.answer)[0].rstrip()}"
         self._dropped, self._phase, self._again = 0, "", False
         self._sizes: list[int] = []
 
@@ -64,7 +66,7 @@ class HFChoiceAgent(PlanAgent):
         """Nothing: the message is in the log, and what the model makes of it shows in its next choice."""
 
     def observed(self, call: Any, observation: Any) -> None:
-        self.lines.append(_line(call, observation.text))
+        self.lines.append(_line(call, observation))
 
     @property
     def transcript(self) -> str:
@@ -121,8 +123,8 @@ class HFChoiceAgent(PlanAgent):
         return self.value
 
 
-def _line(call: Any, answer: str) -> str:
-    """One line of the log: the tool, its telling arguments, the beginning of the answer without check sums."""
-    told = " ".join(str(value) for key, value in call.args.items() if key not in _SILENT)
-    short = answer.split(", check")[0].split("; ")[0]
-    return f"- {call.name} {told}: {short[:_LONGEST]}".replace(" : ", ": ")
+def _line(call: Any, observation: Any) -> str:
+    """One line of the log: the tool, its telling arguments, and of the answer what a listing shows or a refusal says."""
+    told = " ".join([call.name, *(str(value) for key, value in call.args.items() if key not in _SILENT)])
+    shown = not observation.ok or call.name in ("list", "verify")
+    return f"- {told}: {observation.text[:_LONGEST]}" if shown else f"- {told}"

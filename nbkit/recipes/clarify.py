@@ -143,8 +143,9 @@ def lm_variant(index: int) -> dict:
     experiment = ForcedInjection(suite, timings=LM_TIMINGS, trials=LM_TRIALS, budget=BUDGET, sham=False, seed=SEED)
     agent, start = _lm_agent(), time.perf_counter()
     rows, choices = [], []
-    for trial in range(LM_TRIALS):
-        for arm, fraction in experiment.conditions:
+    for arm, fraction in experiment.conditions:
+        # Trials of a condition share most of what the model reads.
+        for trial in range(LM_TRIALS):
             row = experiment.row(agent, suite.variants[index], arm=arm, fraction=fraction, trial=trial)
             choices += [[len(rows), at, round(choice.entropy(agent.score), 4), choice.pick(agent.score)] for at, choice in agent.choices]
             rows.append({name: None if value != value else value for name, value in row.items()})
@@ -193,7 +194,7 @@ def run_smollm2(work_dir: Path, out_dir: Path, log) -> None:
         "recipe": "clarify-smollm2", "seed": SEED, "licence": "MIT",
         "summary": "success of SmolLM2-135M-Instruct in 84 office jobs by the time a missing fact reaches it",
         "settings": {"trials": LM_TRIALS, "budget": BUDGET, "window": LM_WINDOW, "score": "sum", "seconds": round(seconds)},
-        "note": "real language model (4-bit weights, de-quantised to float32) inside a scripted order of steps; no sham arm; trials differ in "
-        "their worlds only, since the choice is greedy",
+        "note": "real language model (4-bit weights, de-quantised to float32) inside a scripted order of steps; no sham arm; the choice is "
+        "greedy, so trials differ in the world and in the wording of the question",
     }
     save_recording("clarify-smollm2", data, card)

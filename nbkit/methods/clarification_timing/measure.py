@@ -34,7 +34,9 @@ class Resampling:
     """
 
     def __init__(self, cluster: np.ndarray, *, n: int = 5000, seed: int = 0, level: float = 0.95):
-        labels, self._row = np.unique(cluster, return_inverse=True)
+        labels, first, row = np.unique(cluster, return_index=True, return_inverse=True)
+        # Numbered by first appearance, so that names of clusters do not move the draws.
+        self._row = np.argsort(np.argsort(first))[row]
         self.clusters, self.level = len(labels), level
         if self.clusters < 2:
             raise InputError("clusters", got=f"{self.clusters}", allowed=">= 2", hint="more templates")

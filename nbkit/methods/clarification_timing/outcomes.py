@@ -180,6 +180,9 @@ def cells(table: Outcomes, agent: str) -> Cells:
         raise InputError("agent", got=agent, allowed=", ".join(table.agents))
     part = table.where(agent=agent)
     variants, first, row = np.unique(part["variant"], return_index=True, return_inverse=True)
+    # In the order of the table, which is that of the templates.
+    order = np.argsort(first)
+    variants, first, row = variants[order], first[order], np.argsort(order)[row]
     fractions = np.where(np.isnan(part["fraction"]), -1.0, part["fraction"].astype(float).round(6))
     pairs = sorted(set(zip(part["arm"].tolist(), fractions.tolist())), key=lambda pair: (ARMS.index(pair[0]), pair[1]))
     place = {pair: i for i, pair in enumerate(pairs)}
