@@ -145,7 +145,8 @@ GOLDEN = {
 
 @pytest.mark.parametrize("variant", sorted(GOLDEN))
 def test_unrolled_logits_equal_those_of_speculators(variant):
-    cfg = DrafterConfig(hidden_size=8, intermediate_size=12, heads=4, kv_heads=2, head_dim=2, aux_layers=(0, 2, 3), vocab_size=20, **SWITCHES[variant])
+    sizes = dict(hidden_size=8, intermediate_size=12, heads=4, kv_heads=2, head_dim=2, aux_layers=(0, 2, 3), vocab_size=20)
+    cfg = DrafterConfig(**sizes, **SWITCHES[variant])
     drafter = EagleDrafter(cfg)
     with torch.no_grad():
         for k, (_, p) in enumerate(sorted(drafter.named_parameters())):
@@ -255,6 +256,17 @@ def test_training_lowers_the_loss_at_every_unrolled_step_and_resumes_exactly(tmp
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
     with pytest.raises(InputError, match="checkpoint"):
         fit_drafter(resumed, target(), data, checkpoint=path, **{**options, "lr": 1e-3})
+
+
+def test_autocast_leaves_the_residual_stream_in_float32():
+    drafter, (ids, found) = make("post"), material()
+    with torch.no_grad():
+        exact = drafter.ttt(ids, found.aux, 3)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rough = drafter.ttt(ids, found.aux, 3)
+    for a, b in zip(exact, rough, strict=True):
+        assert b.out.dtype == b.normed.dtype == b.feedback.dtype == torch.float32
+        assert 0 < (a.out - b.out).norm() / a.out.norm() < 0.05
 
 
 def test_rows_give_the_same_training_as_their_precomputed_features():

@@ -329,12 +329,12 @@ class EagleDrafter(Drafter):
         """g (..., d) from the three auxiliary streams (..., 3d) of the target."""
         if feats.shape[-1] != self.cfg.feature_size:
             raise InputError("feats", got=tuple(feats.shape), allowed=f"(..., {self.cfg.feature_size}), three streams of the target")
-        feats = feats.to(self.fc.weight.dtype) if self.fc_norm is None and self.input_norm is None else feats
         if self.fc_norm is not None:
             feats = torch.cat([norm(part) for norm, part in zip(self.fc_norm, feats.chunk(3, -1), strict=True)], -1)
         elif self.input_norm is not None:
             feats = self.input_norm(feats)
-        return self.fc(feats.to(self.fc.weight.dtype))
+        # Under autocast the product is bfloat16; the residual stream that starts here stays in the drafter's own type.
+        return self.fc(feats.to(self.fc.weight.dtype)).to(self.fc.weight.dtype)
 
     def _inputs(self, embeds: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layers[0]
@@ -366,7 +366,7 @@ class MTPHead(Drafter):
         return feats.to(self.fc.weight.dtype)
 
     def _inputs(self, embeds: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(f)], -1))
+        x = self.fc(torch.cat([self.pre_fc_norm_embedding(embeds), self.pre_fc_norm_hidden(f)], -1)).to(self.fc.weight.dtype)
         return self.layers[0].input_layernorm(x), x
 
 

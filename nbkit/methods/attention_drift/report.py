@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,9 @@ def drift_report(
     rows: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts):
         ids = _ids(prompt, tokenizer, drafter.cfg.vocab_size)
-        rows += _chain_rows(drafter, model, ids, number, depth, teacher, intervention, recent, control)
+        # Noise of its own for every prompt, so that prompts are independent.
+        own = replace(intervention, seed=intervention.seed + 7919 * number)
+        rows += _chain_rows(drafter, model, ids, number, depth, teacher, own, recent, control)
     if not rows:
         raise InputError("prompts", got="none", allowed="at least one text or id tensor")
     return {name: np.array([row[name] for row in rows]) for name in rows[0]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -157,7 +157,9 @@ def speculative_generate(
         size = min(depth, max_new_tokens - len(new) - 1)
         pick = _Picker(drafter, temperature if do_sample else None, generator)
         if size:
-            steps = roll(drafter, kv, tokens[:, -1:], g[:, -1:], at[:, -1:], size, pick, intervention=intervention)
+            # Noise of its own for every round.
+            own = replace(intervention, seed=intervention.seed + 7919 * len(accepted))
+            steps = roll(drafter, kv, tokens[:, -1:], g[:, -1:], at[:, -1:], size, pick, intervention=own)
             pick(size, steps[-1].logits)
         drafting += time.perf_counter() - moment
         checked = ids.new_tensor([[new[-1], *pick.drafts]])
