@@ -247,7 +247,7 @@ def test_marks_tell_wrong_repeated_and_final_actions():
     assert len(run.marks) == len(run.trace) and run.marks[run.message_at] == "verify"
     late = ForcedInjection(FREE).episode(Eager(), FREE.variants[0], fraction=0.5)
     steps, wrong = plan(FREE.variants[0]), [i for i, mark in enumerate(late.marks) if mark == "wrong"]
-    assert [i for i in wrong] == [i for i in range(late.message_at) if steps[i].depends]
+    assert wrong == [i for i in range(late.message_at) if steps[i].depends]
     assert late.marks[late.message_at : late.message_at + len(wrong)] == ("redone",) * len(wrong)
 
 
@@ -429,7 +429,7 @@ def test_panel_tau_is_that_of_the_cells(table):
 
 
 def test_permutation_within_dimension_finds_nothing_where_only_dimensions_matter(table):
-    """Two agents whose outcomes depend on the dimension and the timing alone, with noise of their own, agree; the permutation sees no more than that."""
+    """Two agents whose outcomes depend on the dimension alone, with noise of their own, agree; the permutation sees no more than that."""
     rng = np.random.default_rng(8)
     part = table.where(agent="eager")
     level = np.array([{"goal": 0.2, "input": 0.6, "constraint": 0.8, "context": 0.4}[d] for d in part["dimension"]])

@@ -169,8 +169,8 @@ def _parse(tool_call: Any) -> tuple[Any, str]:
 def tool_schemas(variant: Any, plan: Any) -> list[dict[str, Any]]:
     """The tools of a job in the form of the protocol, from the names and arguments that its plans use; their values are not given away."""
     found: dict[str, dict[str, str]] = {}
-    for value in range(variant.k):
-        for step in plan(variant, value):
+    for word in variant.options:
+        for step in plan(variant, word):
             for key, content in step.call.args.items():
                 found.setdefault(step.call.name, {})[key] = "string" if isinstance(content, str) else "number"
             found.setdefault(step.call.name, {})

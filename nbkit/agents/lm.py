@@ -25,8 +25,8 @@ class HFChoiceAgent(PlanAgent):
 
     The model reads the request, one line for each action (what it found where it listed a folder, and refusals; not the numbers that came out), and
     messages as they came; then one of :data:`CUES` and the sentence of the hidden slot up to its word, which it continues with one of the options. It
-    chooses at the first call of each phase (load, clean, derive, output) that holds the word, and once more after a message; if that choice differs from an earlier one, the skeleton goes back to the first call made with the
-    earlier word and goes on from there, whatever depends on it or not.
+    chooses at the first call of each phase (load, clean, derive, output) that holds the word, and once more after a message; if that choice differs
+    from an earlier one, the skeleton goes back to the first call made with the earlier word and goes on from there, whatever depends on it or not.
 
     model, tokenizer: any causal language model of transformers; window: tokens that the model sees: the request and, of the log, the newest lines
     (dropped a quarter of the window at a time, so that what was read stays usable); score: ``sum``, ``mean`` or ``pmi``. `choices` lists what was

@@ -26,7 +26,7 @@ import numpy as np
 
 SEED, TRIALS, BUDGET = 0, 5, 1.2
 LM_TRIALS, LM_TIMINGS, LM_WINDOW = 3, (0.1, 0.3, 0.5, 0.7, 0.9), 1024
-BUDGETS, COSTS, SHARES = (1.0, 1.1, 1.2, 1.4, 1.6), (0, 1, 2, 4, 6), (0.0, 0.2, 0.5)
+BUDGETS, COSTS, SHARES = (1.0, 1.1, 1.2, 1.4, 1.6), (0, 1, 2, 4, 6), (0.0, 0.1, 0.35, 0.5)
 THETA, COST = 0.5, 0.02
 
 
@@ -76,8 +76,9 @@ def agents() -> list:
 
 
 def sweep_settings() -> list[dict]:
-    """Budget, re-verification cost and irreversible share: all combinations."""
-    return [{"budget": b, "reverify": v, "irreversible": s} for b, v, s in itertools.product(BUDGETS, COSTS, SHARES)]
+    """All combinations of budget and re-verification cost at the usual irreversible share, and the other shares at the usual budget and cost."""
+    usual = [{"budget": b, "reverify": v, "irreversible": 0.2} for b, v in itertools.product(BUDGETS, COSTS)]
+    return usual + [{"budget": BUDGET, "reverify": 1, "irreversible": share} for share in SHARES]
 
 
 def sweep_cell(setting: dict) -> dict:

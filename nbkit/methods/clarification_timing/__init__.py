@@ -13,6 +13,7 @@ kind of fact.
 from nbkit.agents import Deferring, Eager, HFChoiceAgent, LearnedPolicy, OpenAICompatibleAgent, Restart
 from nbkit.envs.office import DIMENSIONS, OfficeOps
 
+from .grid import Grid
 from .inject import TIMINGS, ForcedInjection, Run, budget_actions, commitment, moment, oracle_passes, sham_message, with_word
 from .measure import DemandCurve, Resampling, demand_curve, detectable_difference, holm, sign_flip, wasted_compute, wasted_matrix
 from .outcomes import ARMS, Cells, Outcomes, cells, condition_name
@@ -21,8 +22,8 @@ from .ranks import Agreement, Trend, kendall_panel, page_trend, spearman, tau_b
 
 __all__ = [
     "ARMS", "DIMENSIONS", "TIMINGS", "Agreement", "AskPolicy", "Cells", "Deferring", "DemandCurve", "Eager", "EntropyPolicy", "ForcedInjection",
-    "HFChoiceAgent", "LearnedPolicy", "NeverAsk", "OfficeOps", "OpenAICompatibleAgent", "Outcomes", "Resampling", "Restart", "Run", "State", "Trend",
-    "ask_summary", "budget_actions", "cells", "commitment", "condition_name", "demand_curve", "detectable_difference", "holm", "in_window",
-    "kendall_panel", "moment", "oracle_passes", "page_trend", "sessions", "sham_message", "sign_flip", "spearman", "tau_b", "wasted_compute",
-    "wasted_matrix", "window_contrast", "with_word",
+    "Grid", "HFChoiceAgent", "LearnedPolicy", "NeverAsk", "OfficeOps", "OpenAICompatibleAgent", "Outcomes", "Resampling", "Restart", "Run",
+    "State", "Trend", "ask_summary", "budget_actions", "cells", "commitment", "condition_name", "demand_curve", "detectable_difference", "holm",
+    "in_window", "kendall_panel", "moment", "oracle_passes", "page_trend", "sessions", "sham_message", "sign_flip", "spearman", "tau_b",
+    "wasted_compute", "wasted_matrix", "window_contrast", "with_word",
 ]

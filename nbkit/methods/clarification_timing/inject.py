@@ -158,7 +158,7 @@ class ForcedInjection:
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:12]
 
     def _rng(self, variant: Variant, trial: int) -> np.random.Generator:
-        # Neither the agent nor the condition is in the seed: all of them meet the same luck. The slot and not its label, so that relabelling moves curves.
+        # Neither the agent nor the condition is in the seed: all meet the same luck. The slot is, and not its label: relabelling moves curves.
         return np.random.default_rng([self.seed, variant.template, sum(variant.slot.encode()), trial])
 
     def _play(self, episode: Episode, agent: Any, variant: Variant, arm: str, fraction: float, trial: int) -> dict[str, Any]:
