@@ -138,13 +138,13 @@ def draw_depth(result: Mapping) -> Any:
         _line(depths, result["error"], "formula", BLUE, width=3.5, hovertemplate="depth %{x}: %{y:.4g}<extra>formula</extra>"),
         {"type": "scatter", "x": dots["depths"], "y": dots["mean"], "mode": "markers", "name": "simulated", "meta": MAY_BE_EMPTY,
          "marker": {"color": AMBER, "size": 9, "line": {"color": "#5a4300", "width": 1}}, "showlegend": inside},
-        _line(ends, _flat(result["ols"]), "least squares", GREY, dash="longdash", meta=MAY_BE_EMPTY),
-        _line(ends, _flat(result["ridge"]), "best ridge (no method beats it)", SKY, dash="longdashdot", meta=MAY_BE_EMPTY),
+        _some(ends, [result["ols"]] * 2, "least squares", GREY, dash="longdash"),
+        _some(ends, [result["ridge"]] * 2, "best ridge (no method beats it)", SKY, dash="longdashdot"),
         _line([result["best"]] * 2, [low, result["best_error"]], "best depth", ORANGE, dash="solid", mode="lines+markers",
               marker={"symbol": "star", "size": [0, 14], "color": ORANGE}),
         {"type": "heatmap", "x": np.log10(MAP_ALPHAS), "y": np.log10(MAP_TAUS), "z": result["map"], "zmin": 0, "zmax": 3, "colorscale": _REGIMES,
          "showscale": False, "hoverinfo": "skip", **right},
-        _line(np.log10(MAP_ALPHAS), np.log10(result["boundary"]), "boundary Λ = 1", "#111111", meta=MAY_BE_EMPTY, hoverinfo="skip", **right),
+        _some(np.log10(MAP_ALPHAS), np.log10(result["boundary"]), "boundary Λ = 1", "#111111", above=-1, hoverinfo="skip", **right),
         {"type": "scatter", "x": at_cursor[0], "y": at_cursor[1], "mode": "markers", "name": "this setting", "showlegend": False,
          "marker": {"symbol": "cross", "size": 15, "color": "#ffffff", "line": {"color": "#111111", "width": 2}}, **right},
     ]
@@ -228,19 +228,16 @@ def draw_best(result: Mapping) -> Any:
     import plotly.graph_objects as go
 
     right = {"xaxis": "x2", "yaxis": "y2"}
-    finite = {key: np.where(np.isfinite(result[key]) & (result[key] > 0), result[key], np.nan) for key in ("by_tau", "by_noise")}
-    here, critical = result["here"], result["critical_tau"]
-    shown = [here if math.isfinite(here) and here > 0 else math.nan]
-    points = {"mode": "lines+markers", "meta": MAY_BE_EMPTY}
-    star = {"type": "scatter", "mode": "markers", "meta": MAY_BE_EMPTY, "y": shown, "marker": {"symbol": "star", "size": 16, "color": ORANGE}}
+    here, points = result["here"], {"mode": "lines+markers"}
+    star = {"mode": "markers", "marker": {"symbol": "star", "size": 16, "color": ORANGE}}
     data = [
-        _line(result["taus"], finite["by_tau"], "best depth", BLUE, **points),
+        _some(result["taus"], result["by_tau"], "best depth", BLUE, **points),
         _line(result["taus"], result["taus"] ** 2, "τ² (law at α = 1, no noise)", GREY, dash="dash"),
-        _line([critical if math.isfinite(critical) else math.nan] * 2, [0.9, 300], "critical τ", GREEN, dash="dot", meta=MAY_BE_EMPTY),
-        star | {"x": [min(result["tau"], 20.0)], "name": "this setting"},
-        _line(result["noises"], finite["by_noise"], "best depth", BLUE, showlegend=False, **points, **right),
+        _some([result["critical_tau"]] * 2, [0.9, 300], "critical τ", GREEN, dash="dot"),
+        _some([min(result["tau"], 20.0)], [here], "this setting", ORANGE, **star),
+        _some(result["noises"], result["by_noise"], "best depth", BLUE, showlegend=False, **points, **right),
         _line(result["noises"], 1.2 / result["noises"], "1.2 / s² (law at α = 1, τ = ∞)", PURPLE, dash="dashdot", **right),
-        star | {"x": [max(result["noise"], 0.003)], "name": "this setting", "showlegend": False} | right,
+        _some([max(result["noise"], 0.003)], [here], "this setting", ORANGE, showlegend=False, **star, **right),
     ]
     layout = copy.copy(_best_layout())
     layout["annotations"] = [_note(f"<b>{_best_text(result)}</b>", 0), _note(_best_setting(result), 0.56)]
@@ -339,7 +336,7 @@ def describe_eigenvalues(result: Mapping) -> str:
 
 
 def _line(x, y, name: str, color: str, *, dash: str = "solid", width: float = 2.5, **more: Any) -> dict:
-    return {"type": "scatter", "x": x, "y": y, "name": name, "mode": "lines", "line": {"color": color, "dash": dash, "width": width}, **more}
+    return {"type": "scatter", "x": x, "y": y, "name": name, "mode": "lines", "line": {"color": color, "dash": dash, "width": width}} | more
 
 
 def _note(text: str, x: float) -> dict:
@@ -347,10 +344,13 @@ def _note(text: str, x: float) -> dict:
     return {"text": text, "xref": "paper", "yref": "paper", "x": x, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
 
 
+def _some(x, y, name: str, color: str, *, above: float = 0.0, **more: Any) -> dict:
+    """A line with gaps where a logarithmic axis cannot show it: infinite values, and y not above ``above``; without data when nothing is left."""
+    x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
+    shown = np.isfinite(x) & np.isfinite(y) & (y > above)
+    x, y = (x, np.where(shown, y, np.nan)) if shown.any() else (x[:0], y[:0])
+    return _line(x, y, name, color, meta=MAY_BE_EMPTY, **more)
+
+
 def _positive(value: float, otherwise: float) -> float:
     return value if 0 < value < math.inf else otherwise
-
-
-def _flat(value: float) -> list[float]:
-    """Both ends of a horizontal line; nothing where a logarithmic axis cannot show it."""
-    return [_positive(value, math.nan)] * 2

@@ -58,6 +58,10 @@ def _layout() -> dict:
     }
 
 
+# Blue below zero, white, orange above; grey beyond the range stands for "no token".
+_SCALE = [[0, "#0072B2"], [0.4545, "#f7f7f7"], [0.909, "#D55E00"], [0.91, "#d4d4d4"], [1, "#d4d4d4"]]
+
+
 def draw_attention(result: Mapping) -> Any:
     """All tokens as columns on top; below, the error after every thought, and the newest thought beside the true weights."""
     import plotly.graph_objects as go
@@ -67,7 +71,8 @@ def draw_attention(result: Mapping) -> Any:
     entries = np.arange(1, d + 1)
     bottom, side = {"xaxis": "x2", "yaxis": "y2"}, {"xaxis": "x3", "yaxis": "y3"}
     data = [
-        {"type": "heatmap", "z": np.clip(tokens, -reach, reach), "zmin": -reach, "zmax": reach, "showscale": False, "colorscale": "RdBu",
+        {"type": "heatmap", "z": np.where(np.isnan(tokens), 1.2 * reach, np.clip(tokens, -reach, reach)), "zmin": -reach, "zmax": 1.2 * reach,
+         "showscale": False, "colorscale": _SCALE,
          "hovertemplate": "token %{x}, row %{y}: %{z:.2f}<extra></extra>"},
         _line([n - 0.5, n - 0.5], [-0.5, len(tokens) - 0.5], "thoughts begin", "#111111", dash="dot"),
         _line(np.arange(len(errors)), np.maximum(errors, 1e-12), "error", ORANGE, mode="lines+markers", marker={"size": 9}, **bottom),
