@@ -27,7 +27,7 @@ from nbkit.agents.endpoint import tool_schemas
 from nbkit.agents.learned import FEATURES, STEPS, build_policy, demonstrations
 from nbkit.envs.office import OfficeOps, plan
 from nbkit.errors import InputError, RunError, UnsupportedModelError
-from nbkit.methods.clarification_timing import ForcedInjection, Grid, with_word
+from nbkit.methods.clarification_timing import ForcedInjection, Outcomes, with_word
 
 SUITE = OfficeOps()
 OPTIONS = ("tea", "a cup of tea", "rice", "candles and thread")
@@ -208,21 +208,21 @@ def test_choices_go_back_only_when_the_word_changes(tiny):
 
 
 def test_recorded_language_model_answers_live_as_recorded():
-    grid = Grid(nbkit.load_recording("clarify-smollm2").data)
+    data = nbkit.load_recording("clarify-smollm2").data
+    recorded = Outcomes.from_arrays(data, "grid_")
     agent = HFChoiceAgent(*nbkit.load_model("smollm2-135m"), name="smollm2")
-    experiment = ForcedInjection(SUITE, timings=(0.1, 0.5), trials=3, sham=False)
+    experiment = ForcedInjection(SUITE, trials=3, sham=False)
     variant = SUITE.variants[5]
-    for arm, fraction in (("never", 0.0), ("inject", 0.5)):
-        row = experiment.row(agent, variant, arm=arm, fraction=fraction, trial=1)
-        where = {"fraction": fraction} if arm == "inject" else {}
-        (recorded,) = grid.table.where(variant=variant.id, arm=arm, trial=1, **where).rows
-        assert {name: recorded[name] for name in ("passed", "actions", "absorbed", "oracle_actions")} == {
-            name: row[name] for name in ("passed", "actions", "absorbed", "oracle_actions")
-        }
-        kept = [c for c in grid.choices() if c["variant"] == variant.id and c["arm"] == arm and c["trial"] == 1]
-        kept = [c for c in kept if arm == "never" or abs(c["fraction"] - fraction) < 1e-6]
-        assert [(c["at"], c["option"]) for c in kept] == [(at, choice.pick()) for at, choice in agent.choices]
-        np.testing.assert_allclose([c["entropy"] for c in kept], [choice.entropy() for _, choice in agent.choices], atol=2e-3)
+    for arm, fraction in (("never", math.nan), ("inject", 0.5)):
+        row = experiment.row(agent, variant, arm=arm, fraction=0.5, trial=1)
+        here = (recorded["variant"] == variant.id) & (recorded["arm"] == arm) & (recorded["trial"] == 1)
+        here &= True if arm == "never" else np.isclose(recorded["fraction"], fraction)
+        (at,) = np.flatnonzero(here)
+        assert all(recorded[name][at] == row[name] for name in ("passed", "actions", "absorbed", "oracle_actions", "stopped"))
+        mine = data["choice_row"] == at
+        assert data["choice_at"][mine].tolist() == [acted for acted, _ in agent.choices]
+        assert data["choice_option"][mine].tolist() == [choice.pick() for _, choice in agent.choices]
+        np.testing.assert_allclose(data["choice_entropy"][mine], [choice.entropy() for _, choice in agent.choices], atol=2e-3)
 
 
 # ---- scripts ----
