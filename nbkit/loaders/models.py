@@ -130,6 +130,11 @@ MODELS: dict[str, PackageModel | ProjectModel | HubModel] = {
         recipe="clarify-policy",
         build="nbkit.agents.learned:build_policy",
     ),
+    "cot-lsa": ProjectModel(
+        summary="one linear attention layer that refines regression weights thought by thought",
+        recipe="cot-depth-attention",
+        build="nbkit.methods.cot_depth.attention:build",
+    ),
 }
 
 

@@ -87,8 +87,12 @@ RECIPES: dict[str, Recipe] = {
             ("recordings/cot-depth-best",), 1, "nbkit.recipes.cot_best:run_best",
         ),
         Recipe(
-            "cot-depth-attention", "error by chain-of-thought depth of trained linear and softmax attention",
-            ("recordings/cot-depth-attention", "models/cot-lsa"), 15, "nbkit.recipes.cot_attention:run_attention",
+            "cot-depth-attention", "error by chain-of-thought depth of trained linear attention",
+            ("recordings/cot-depth-attention", "models/cot-lsa"), 3, "nbkit.recipes.cot_attention:run_attention",
+        ),
+        Recipe(
+            "cot-depth-softmax", "error by chain-of-thought depth of small softmax transformers", ("recordings/cot-depth-softmax",), 8,
+            "nbkit.recipes.cot_attention:run_softmax",
         ),
     )
 }
