@@ -412,6 +412,10 @@ def test_endpoint_agent_does_a_job_by_tool_calls_and_hears_the_message():
     for before, after in zip(messages, messages[1:]):
         assert (before["role"] == "assistant") == (after["role"] == "tool")
     assert sum(variant.segment in m["content"] for m in messages) == 1
+    results = [m["content"] for m in messages if m["role"] == "tool"]
+    plain = [m["content"] for m in messages if m["role"] == "user"]
+    calls = [(call, text) for call, text in late.trace[:-1] if call.name != "verify"]
+    assert results[: len(calls)] == [text for _, text in calls] and plain[2] == f"verify(): {late.trace[late.message_at][1]}"
     assert server.seen[0][2]["temperature"] == 0 and variant.answer not in json.dumps(server.seen[0][2]["tools"])
 
 

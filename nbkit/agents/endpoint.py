@@ -121,32 +121,28 @@ class OpenAICompatibleAgent(Agent):
         self.messages: list[dict[str, Any]] = [{"role": "system", "content": system}, {"role": "user", "content": text}]
         self._tools = tool_schemas(variant, self.plan)
         self._pending: str | None = None
-        self._told: list[str] = []
 
     def tell(self, text: str) -> None:
         super().tell(text)
-        self._told.append(text)
+        self.messages.append({"role": "user", "content": text})
 
     def next_call(self, observation: Any) -> Any:
-        """One round: the last result and any message go out, a tool call comes back (None: the model stopped)."""
-        if self._pending is not None:
-            self.messages.append({"role": "tool", "tool_call_id": self._pending, "content": observation.text})
-        self.messages += [{"role": "user", "content": text} for text in self._told]
-        self._told, self._pending = [], None
+        """One round: the conversation goes out, a tool call comes back (None: the model stopped)."""
         reply = self.endpoint.chat(self.messages, tools=self._tools)
         calls = reply.get("tool_calls") or []
         if not calls:
             return None
-        first = calls[0]
-        call, ident = _parse(first)
-        self._pending = ident
-        self.messages.append({"role": "assistant", "content": reply.get("content") or "", "tool_calls": [first]})
+        call, self._pending = _parse(calls[0])
+        self.messages.append({"role": "assistant", "content": reply.get("content") or "", "tool_calls": [calls[0]]})
         return call
 
     def observed(self, call: Any, observation: Any) -> None:
-        """Actions that the harness made on its own (re-reading after a message) reach the model as plain text."""
-        if self._pending is None:
+        """A result answers its tool call; what was done without one, verification after a message, reaches the model as plain text."""
+        if self._pending is not None:
+            self.messages.append({"role": "tool", "tool_call_id": self._pending, "content": observation.text})
+        else:
             self.messages.append({"role": "user", "content": f"{call}: {observation.text}"})
+        self._pending = None
 
 
 def _parse(tool_call: Any) -> tuple[Any, str]:

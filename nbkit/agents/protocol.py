@@ -37,7 +37,7 @@ class Agent:
 
     A subclass defines `next_call(observation) -> Call | None` (None ends the episode) and `kind`, one of :data:`KINDS`. `reset` gets the job as a
     text and a random generator that is the same in every condition of a trial. Everything an agent knows comes from `text`, `tell`, observations and,
-    for scripted ones, the plan. `words` maps a variant to the words that its hidden slot can hold.
+    for some, the plan. Raises: InputError for a name that is not text.
     """
 
     kind = "scripted simulation"

@@ -14,7 +14,7 @@ import numpy as np
 from nbkit.errors import InputError
 from nbkit.metrics import Interval, bootstrap
 
-from .outcomes import Outcomes, cells
+from .outcomes import Outcomes, cells, condition_name
 
 FORMS = ("cells", "centred", "gain", "profile")
 
@@ -50,7 +50,8 @@ def kendall_panel(
     counted = [cells(table.where(table["arm"] != "sham"), agent) for agent in table.agents]
     first = counted[0]
     for other in counted[1:]:
-        if other.conditions != first.conditions and str(other.conditions) != str(first.conditions) or list(other.variants) != list(first.variants):
+        names = [[condition_name(*condition) for condition in one.conditions] for one in (first, other)]
+        if names[0] != names[1] or other.variants.tolist() != first.variants.tolist():
             raise InputError("panel", got=f"{first.agent} and {other.agent} on different variants or conditions", allowed="identical ones")
     share = [one.c / one.n for one in counted]
     inject = [i for i, (arm, _) in enumerate(first.conditions) if arm == "inject"]
