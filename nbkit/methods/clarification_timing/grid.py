@@ -19,10 +19,7 @@ from .outcomes import Outcomes, condition_name
 class Grid:
     """A recording of this experiment (``clarify-grid`` or ``clarify-smollm2``), by the names of its parts.
 
-    >>> import nbkit
-    >>> grid = Grid(nbkit.load_recording("clarify-grid").data)
-    >>> grid.table.agents
-    ('eager', 'defer', 'restart', 'learned')
+    data: its arrays. Raises: InputError when a part is read that the recording lacks.
     """
 
     def __init__(self, data: Mapping[str, np.ndarray]):
