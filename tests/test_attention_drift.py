@@ -201,6 +201,36 @@ def test_loss_is_the_mean_over_inference_chains_of_masked_tokens(variant, reduce
     torch.testing.assert_close(got.loss.detach(), naive_loss(drafter, ids, found, mask, 4, 0.7), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["pre", "gate+post", "residual-norm", "mtp"])
+@pytest.mark.parametrize("option", [{}, dict(window=4, carry_sink=1), dict(noise=0.0, pin=True)])
+def test_unrolling_some_starts_gives_what_all_of_them_give(variant, option):
+    drafter, (ids, found) = make(variant), material()
+    feats, starts = feats_of(drafter, found), torch.tensor([[7, 2, 11], [0, 12, 5]])
+    with torch.no_grad():
+        whole = drafter.ttt(ids, feats, 4, intervention=Intervention(**option), attention=True)
+        some = drafter.ttt(ids, feats, 4, intervention=Intervention(**option), attention=True, starts=starts)
+    for a, b in zip(whole, some, strict=True):
+        for row in range(2):
+            torch.testing.assert_close(a.feedback[row, starts[row]], b.feedback[row], rtol=0, atol=1e-5)
+            torch.testing.assert_close(a.attention[row, :, starts[row]], b.attention[row], rtol=0, atol=1e-5)
+            torch.testing.assert_close(a.keys[row, :, starts[row]], b.keys[row], rtol=0, atol=1e-5)
+
+
+def test_loss_leaves_out_starts_that_no_step_needs():
+    """An answer at the end of two rows, longer in one: the loss of all chains, from the starts that matter."""
+    (ids, found), drafter = material(), make("post")
+    mask = torch.zeros_like(ids).bool()
+    mask[0, 9:] = mask[1, 12:] = True
+    seen = []
+    real = drafter.ttt
+    drafter.ttt = lambda *a, **k: seen.append(k["starts"]) or real(*a, **k)
+    few = ttt_loss(drafter, Batch(ids, found.aux, found.last, mask), ttt=3)
+    assert seen[0].shape == (2, 7) and seen[0][0].tolist() == [5, 6, 7, 8, 9, 10, 11] and seen[0][1].tolist()[:4] == [8, 9, 10, 11]
+    counted = F.pad(mask[:, 1:], (0, 1))
+    assert few.counted == [sum(int(counted[b, t + j]) for b in range(2) for t in range(N - 1) if t + j < N) for j in (1, 2, 3)]
+    torch.testing.assert_close(few.loss.detach(), naive_loss(drafter, ids, found, mask, 3, 0.8), rtol=1e-5, atol=1e-5)
+
+
 def test_left_padding_changes_nothing_at_real_positions():
     drafter, (ids, found) = make("post", window=5, carry_sink=1), material()
     pad = 3

@@ -528,6 +528,9 @@ def test_wrong_inputs_say_what_is_wrong():
             drafter.ttt(ids, feats, 2)
         with pytest.raises(InputError, match="feats"):
             draft_chain(drafter, ids, feats, 2)
+    for starts in (torch.tensor([[0], [N - 1]]), torch.tensor([[-1], [0]]), torch.tensor([0, 1]), torch.zeros(2, 0).long()):
+        with pytest.raises(InputError, match="starts"):
+            drafter.ttt(ids, found.aux, 2, starts=starts)
     with pytest.raises(InputError, match="features"):
         make("mtp").pick_features(found.aux, None)
     with pytest.raises(InputError, match="teacher"):

@@ -230,7 +230,8 @@ class Drafter(nn.Module):
         """
         z, residual = self._inputs(embeds, f)
         positions = positions.expand(len(z), -1) if positions.ndim == 2 else positions[None].expand(len(z), -1)
-        q, k, v = self.layers[0].self_attn.qkv(z, positions)
+        attn = self.layers[0].self_attn
+        q, (k, v) = attn.query(z, positions), attn.key_value(z, positions)
         held = KV(k, v, positions, key_mask) if kv is None else kv.extend(k, v, positions, key_mask)
         window, sink = limits or (self.cfg.window, self.cfg.carry_sink)
         plain = kv is None and key_mask is None and window is None
@@ -242,8 +243,8 @@ class Drafter(nn.Module):
     # ---- all chain starts at once ----
 
     def ttt(
-        self, tokens: Tensor, feats: Tensor, depth: int, *, key_mask: Tensor | None = None, positions: Tensor | None = None,
-        intervention: Intervention = NOTHING, attention: bool = False, logits: bool = True,
+        self, tokens: Tensor, feats: Tensor, depth: int, *, starts: Tensor | None = None, key_mask: Tensor | None = None,
+        positions: Tensor | None = None, intervention: Intervention = NOTHING, attention: bool = False, logits: bool = True,
     ) -> list[StepOutput]:
         """Training-time test: ``depth`` chain steps for every start t = 0 .. N-2 in parallel, with teacher tokens and the drafter's own states.
 
@@ -251,56 +252,70 @@ class Drafter(nn.Module):
         (the diagonal), exactly as an inference chain started at t. Starts with t + j > N - 1 have no token and read id 0: leave them out.
 
         Args:
-            tokens: (batch, N). feats: (batch, N or N-1, channels) of the target, as `fuse` takes them. key_mask: (batch, N-1), False where the
-                pair (x_{t+1}, g_t) is padding. positions: (batch, N-1) of the pairs; default 0, 1, 2, ...
-            intervention: see `Intervention`. attention: return weights (batch, heads, N-1, N-1 + own chain keys).
+            tokens: (batch, N). feats: (batch, N or N-1, channels) of the target, as `fuse` takes them. starts: (batch, S) the starts to unroll;
+                default all N-1 of them. key_mask: (batch, N-1), False where the pair (x_{t+1}, g_t) is padding. positions: (batch, N-1) of the
+                pairs; default 0, 1, 2, ... intervention: see `Intervention`. attention: return weights (batch, heads, S, N-1 + own chain keys).
 
         Returns:
-            One `StepOutput` per step over the N-1 starts, without kv.
+            One `StepOutput` per step over the starts, without kv.
 
-        Raises: InputError for a depth below 1, fewer than two tokens, or features that do not fit.
+        Raises: InputError for a depth below 1, fewer than two tokens, or features or starts that do not fit.
 
         Source: arXiv 2503.01840, section 3.2 (training-time test).
         """
-        if not is_int(depth) or depth < 1:
-            raise InputError("depth", got=depth, allowed=">= 1")
-        if tokens.ndim != 2 or tokens.shape[1] < 2:
-            raise InputError("tokens", got=tuple(tokens.shape), allowed="(batch, N) with N >= 2")
-        starts = tokens.shape[1] - 1
-        if feats.ndim != 3 or feats.shape[0] != len(tokens) or feats.shape[1] not in (starts, starts + 1):
-            raise InputError("feats", got=tuple(feats.shape), allowed=f"({len(tokens)}, {starts} or {starts + 1}, {self.cfg.feature_size})")
+        pairs = self._check_ttt(tokens, feats, depth, starts)
         window, sink = intervention.limits(self.cfg)
-        base = torch.arange(starts, device=tokens.device)[None] if positions is None else positions
-        g = f = self.fuse(feats[:, :starts])
+        base = torch.arange(pairs, device=tokens.device)[None] if positions is None else positions
+        index = torch.arange(pairs, device=tokens.device).expand(len(tokens), -1) if starts is None else starts
+
+        def take(x: Tensor) -> Tensor:
+            return x if starts is None else x.gather(1, starts[..., None].expand(-1, -1, x.shape[-1]))
+
+        at = base if starts is None else base.expand(len(tokens), -1).gather(1, starts)
+        attn = self.layers[0].self_attn
+        fused = self.fuse(feats[:, :pairs])
+        z, residual = self._inputs(self.embed(tokens[:, 1:]), fused)
+        text_k, text_v = attn.key_value(z, base)
+        z, residual, g = take(z), take(residual), take(fused)
+        k = text_k if starts is None else text_k.gather(2, starts[:, None, :, None].expand(-1, text_k.shape[1], -1, text_k.shape[3]))
         # Noise in step 1 must not reach the text's own keys, which other starts read; then the disturbed pair joins the diagonal instead.
         apart = bool(intervention.noise)
-        mask = visible(base, base, window, sink, key_mask)
-        text_k = text_v = None
+        padded, f = F.pad(tokens, (0, depth)), g
         chain_k: list[Tensor] = []
         chain_v: list[Tensor] = []
         steps: list[StepOutput] = []
         for j in range(1, depth + 1):
-            shifted = F.pad(tokens[:, j:], (0, max(0, starts - (tokens.shape[1] - j))))[:, :starts]
-            embeds, here = self.embed(shifted), base + j - 1
-            if j == 1:
-                z, residual = self._inputs(embeds, f)
-                q, text_k, text_v = self.layers[0].self_attn.qkv(z, here)
-                k = text_k
+            here = at + j - 1
             if j > 1 or apart:
+                embeds = self.embed(padded.gather(1, index + j))
                 z, residual = self._inputs(*intervention.disturb(embeds, intervention.pinned(f, g), j))
-                q, k, v = self.layers[0].self_attn.qkv(z, here)
+                k, v = attn.key_value(z, here)
                 chain_k.append(k)
                 chain_v.append(v)
+            q = attn.query(z, here)
             if chain_k:
-                text = visible(here, base, window, sink, key_mask, before=base if apart else base + 1)
+                text = visible(here, base, window, sink, key_mask, before=at if apart else at + 1)
                 own = _own_chain(here, len(chain_k), window, sink)
                 mixed, weights = attend_diagonal(q, text_k, text_v, chain_k, chain_v, text, own, weights=attention)
             else:
-                plain = key_mask is None and window is None and positions is None and not attention
-                mixed, weights = attend(q, text_k, text_v, None if plain else mask, weights=attention)
+                plain = starts is None and key_mask is None and window is None and positions is None and not attention
+                mixed, weights = attend(q, text_k, text_v, None if plain else visible(at, base, window, sink, key_mask), weights=attention)
             score, o, y, f = self._finish(z, residual, mixed, logits)
             steps.append(StepOutput(score, o, y, f, weights, None, k))
         return steps
+
+    def _check_ttt(self, tokens: Tensor, feats: Tensor, depth: int, starts: Tensor | None) -> int:
+        """Number of pairs of the text, after checking what `ttt` was given."""
+        if not is_int(depth) or depth < 1:
+            raise InputError("depth", got=depth, allowed=">= 1")
+        if tokens.ndim != 2 or tokens.shape[1] < 2:
+            raise InputError("tokens", got=tuple(tokens.shape), allowed="(batch, N) with N >= 2")
+        batch, pairs = len(tokens), tokens.shape[1] - 1
+        if feats.ndim != 3 or len(feats) != batch or feats.shape[1] not in (pairs, pairs + 1):
+            raise InputError("feats", got=tuple(feats.shape), allowed=f"({batch}, {pairs} or {pairs + 1}, {self.cfg.feature_size})")
+        if starts is not None and (starts.ndim != 2 or len(starts) != batch or starts.numel() == 0 or starts.min() < 0 or starts.max() >= pairs):
+            raise InputError("starts", got=tuple(starts.shape), allowed=f"({batch}, S) numbers within 0..{pairs - 1}")
+        return pairs
 
 
 class EagleDrafter(Drafter):

@@ -90,10 +90,13 @@ def ttt_loss(drafter: Drafter, batch: Batch, *, ttt: int = 4, step_decay: float 
         row_of[teacher_at] = torch.arange(len(teacher_at), device=tokens.device)
         row_of = row_of.view(tokens.shape)
     feats = drafter.pick_features(batch.feats, batch.last)
+    starts = _needed(counted, ttt)
+    places = torch.arange(n - 1, device=tokens.device).expand(len(tokens), -1) if starts is None else starts
+    row_of = F.pad(row_of, (0, ttt), value=-1)
     total, parts, accuracy, sizes = 0.0, [], [], []
-    for j, step in enumerate(drafter.ttt(tokens, feats, ttt, logits=False), 1):
+    for j, step in enumerate(drafter.ttt(tokens, feats, ttt, starts=starts, logits=False), 1):
         # Start t predicts at position t + j; starts without that position drop out.
-        rows = F.pad(row_of[:, j:], (0, j - 1), value=-1)
+        rows = row_of.gather(1, places + j)
         used = rows >= 0
         index = rows[used]
         sizes.append(len(index))
@@ -107,6 +110,16 @@ def ttt_loss(drafter: Drafter, batch: Batch, *, ttt: int = 4, step_decay: float 
         parts.append(loss.item())
         accuracy.append((logits.argmax(-1) == best[index]).float().mean().item())
     return TTTLoss(total, parts, accuracy, sizes)
+
+
+def _needed(counted: Tensor, ttt: int) -> Tensor | None:
+    """The chain starts (batch, S) of which some step counts, filled up to the longest row; None where that is nearly all of them."""
+    pairs = counted.shape[1] - 1
+    wanted = torch.stack([F.pad(counted[:, j:], (0, j - 1)) for j in range(1, ttt + 1)]).any(0)
+    most = int(wanted.sum(1).max())
+    if most > 0.9 * pairs:
+        return None
+    return (~wanted).long().argsort(dim=1, stable=True)[:, :most]
 
 
 def fit_drafter(

@@ -44,13 +44,16 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(inner, cfg.hidden_size, bias=False)
         self.g_proj = nn.Linear(inputs, inner) if cfg.gate else None
 
-    def qkv(self, z: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values (batch, heads, T, head_dim), the first two rotated to ``positions`` (batch or 1, T)."""
-        def split(x):
-            return x.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
+    def query(self, z: Tensor, positions: Tensor) -> Tensor:
+        """Queries (batch, heads, T, head_dim), rotated to ``positions`` (batch or 1, T)."""
+        return rotate(self._split(self.q_proj(z)), positions, self.cfg.rope_theta)
 
-        q, k, v = split(self.q_proj(z)), split(self.k_proj(z)), split(self.v_proj(z))
-        return rotate(q, positions, self.cfg.rope_theta), rotate(k, positions, self.cfg.rope_theta), v
+    def key_value(self, z: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys, rotated to ``positions``, and values, (batch, kv_heads, T, head_dim) each."""
+        return rotate(self._split(self.k_proj(z)), positions, self.cfg.rope_theta), self._split(self.v_proj(z))
+
+    def _split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.cfg.head_dim)).transpose(1, 2)
 
     def finish(self, z: Tensor, mixed: Tensor) -> Tensor:
         """Output projection of the attended values ``mixed`` (batch, heads, T, head_dim)."""
