@@ -22,10 +22,11 @@ from nbkit.loaders import save_recording
 from nbkit.methods.attention_drift import Intervention, rms
 from nbkit.methods.attention_drift import evaluate as measure
 from nbkit.recipes import drift_rollouts, drift_train
-from nbkit.recipes.drift_eval import DRAFT_DEPTH, DRIFT_DEPTH, norm_bound, stream_rms
+from nbkit.recipes.drift_eval import stream_rms
 
-GREEDY, GRAM, ANSWER = 48, 8, 96
-LONG, LONG_PROMPT, LONG_ANSWER, LONG_DEPTH = 24, 1024, 48, 5
+GREEDY, GRAM, ANSWER = 48, 8, 64
+LONG, LONG_PROMPT, LONG_ANSWER, LONG_DEPTH = 24, 1024, 40, 5
+DRAFT_DEPTH, DRIFT_DEPTH = 8, 12
 SMOL_STARTS = (136, 164, 192)
 SMOL_NOISE_PROMPTS = 24
 WINDOWS = {"full": Intervention(), "window": Intervention(window=256), "window+sink": Intervention(window=256, carry_sink=4)}
@@ -92,6 +93,12 @@ def make_texts(work: Path, log: Callable[[str], None]) -> dict[str, dict[str, Te
     return out
 
 
+@functools.lru_cache(maxsize=1)
+def _texts(work: str) -> dict[str, dict[str, Tensor]]:
+    """The texts of `make_texts`, read once for all parts."""
+    return make_texts(Path(work), lambda line: None)
+
+
 def _tau(drafter, held: dict[str, Tensor], *, depth: int, answer: int, gram: int = GRAM, count: int | None = None, rows: int = 8, what=None) -> dict:
     """Accepted drafts a chain in greedy answers."""
     prompt = held["tokens"].shape[1] - answer
@@ -103,7 +110,7 @@ def _tau(drafter, held: dict[str, Tensor], *, depth: int, answer: int, gram: int
 def smol_part(job: dict) -> dict | list:
     """One part of the measurements of one drafter: drift, templates, noise or long prompts."""
     drafter = nbkit.load_model(f"drift-smollm2-{job['variant']}").model.float().bind(_smol().model)
-    texts = make_texts(Path(job["work"]), lambda line: None)
+    texts = _texts(job["work"])
     start = time.perf_counter()
     out = PARTS[job["part"]](drafter, texts)
     return out | {"seconds": round(time.perf_counter() - start, 1)}
@@ -120,7 +127,7 @@ def part_drift(drafter, texts: dict) -> dict:
     drift = measure.drift_measures(drafter, held["tokens"][whole], held["feats"][whole], starts=SMOL_STARTS, depth=DRIFT_DEPTH)
     position, mass = measure.drafter_sinks(drafter, held["tokens"][:16], held["feats"][:16])
     return {
-        "norm_bound": norm_bound(drafter), **{name: measure.numbers(value) for name, value in forced.items()},
+        "norm_bound": round(float(drafter.norm.weight.detach().abs().max()), 6), **{name: measure.numbers(value) for name, value in forced.items()},
         "drift_rows": whole.nonzero()[:, 0].tolist(), "drift": {name: measure.numbers(value) for name, value in drift.items()},
         "drafter_sinks": position.tolist(), "drafter_sink_mass": measure.numbers(mass),
         "fused_rms": measure.numbers(torch.stack([rms(drafter.fuse(row[prompt:].float())).mean() for row in held["feats"]])),
@@ -179,8 +186,9 @@ def speculative_row(job: dict) -> dict:
     }
 
 
-def _target_facts(texts: dict) -> dict:
-    held, prompt = texts["sampled"], drift_rollouts.PROMPT
+def target_facts(job: dict) -> dict:
+    """Magnitude of the target's streams and the sinks of its heads."""
+    held, prompt = _texts(job["work"])["sampled"], drift_rollouts.PROMPT
     position, mass = measure.target_sinks(_smol().model, held["tokens"][:16])
     return {
         "aux_rms": stream_rms(held["feats"], prompt), "aux_rms_first_token": stream_rms(held["feats"][:, :1], 0), "target_sinks": position.tolist(),
@@ -191,7 +199,8 @@ def _target_facts(texts: dict) -> dict:
 def run_smol(work_dir: Path, out_dir: Path, log: Callable[[str], None], *, variants: tuple[str, ...] = ("pre", "post")) -> None:
     """Measure both drafters of SmolLM2 and write data/recordings/drift-smollm2."""
     torch.set_num_threads(1)
-    texts = make_texts(work_dir, log)
+    make_texts(work_dir, log)
+    texts = _texts(str(work_dir))
     jobs = [{"work": str(work_dir), "variant": variant, "part": part} for part in PARTS for variant in variants]
     key = lambda job: [job["variant"], job["part"]]  # noqa: E731 (an argument below)
     rows = parallel.map(smol_part, jobs, executor="serial", key=key, resume=work_dir / "parts.jsonl", progress=False)
@@ -203,9 +212,7 @@ def run_smol(work_dir: Path, out_dir: Path, log: Callable[[str], None], *, varia
         speculative_row, tries, executor="serial", key=lambda job: [job["variant"], job["prompt"]], resume=work_dir / "speculative.jsonl",
         progress=False,
     )
-    (facts,) = parallel.map(
-        lambda _: _target_facts(texts), ["target"], executor="serial", resume=work_dir / "target.jsonl", progress=False,
-    )
+    (facts,) = parallel.map(target_facts, [{"work": str(work_dir)}], executor="serial", resume=work_dir / "target.jsonl", progress=False)
     prompts = drift_rollouts.prompts(_smol().tokenizer, "held-out", drift_rollouts.ROWS)
     save_recording(
         "drift-smollm2",
