@@ -63,6 +63,10 @@ RECIPES: dict[str, Recipe] = {
             "drift-tiny", "small drafters: variant by training depth by seed", ("models/drift-tiny",), 45, "nbkit.recipes.drift_train:run_tiny",
         ),
         Recipe(
+            "drift-grid", "drift, acceptance, noise and pinning of the small drafters", ("recordings/drift-grid",), 12,
+            "nbkit.recipes.drift_eval:run_grid",
+        ),
+        Recipe(
             "drift-smollm2", "EAGLE-3 drafters for SmolLM2-135M with pre-norm and post-norm feedback",
             ("models/drift-smollm2-pre", "models/drift-smollm2-post"), 60, "nbkit.recipes.drift_train:run_smol",
         ),

@@ -14,6 +14,8 @@ Format of the recordings (JSON; a list of lists "P x K" holds one row a prompt a
     ``drift``: {measure: P x 12} of the measures of a `Chain` and ``control_<measure>`` (prefill of the same tokens with true features),
     ``tau_pin`` (P,), ``tau_scaled`` (P,): with the high stream multiplied by 10,
     ``noise`` (pre and post at ttt 2 and 4): {path: {alpha: tau (P,)}}.
+    The small target's greedy text loops early, so here ``tau`` and ``rates`` (P x 12) start in sampled text and the target's greedy continuation of
+    each start decides; no ``first_repeat`` then. This and further keys: nbkit/recipes/drift_eval.py.
 ``drift-smollm2`` (real target: SmolLM2-135M-Instruct)
     the same keys with cells ``pre`` and ``post`` and: ``templates`` {name: {variant: {"tau": (P,), "rates": P x 8}}}; ``template_first_repeat``;
     ``long`` {setting: {variant: {"tau": (P',), "accuracy": P' x 5}}} with settings ``full``, ``window``, ``window+sink``; ``drafter_sinks`` (heads,)
