@@ -45,8 +45,8 @@ DEPTHS, SEEDS, OTHERS_DEPTH = (1, 2, 4, 8), (0, 1, 2, 3, 4), 2
 """Training depths and seeds of pre and post; the other variants are trained at one depth."""
 PROMPT, ROWS, KEPT_BACK = 64, 1600, 64
 """Characters of a prompt, rows of the target's own text, and how many of them choose the rate."""
-STEPS, BATCH = 400, 8
-RATES, RATE_SEED = (7e-4, 1.5e-3, 3e-3), 100
+STEPS, BATCH = 300, 4
+RATES, RATE_SEED, RATE_DEPTH = (1e-3, 2e-3, 4e-3), 100, 2
 
 SMOL_STEPS, SMOL_ROWS, SMOL_DEPTH, SMOL_RATE, SMOL_VOCAB = 560, 8, 4, 1e-3, 4096
 
@@ -101,6 +101,34 @@ def grid() -> list[tuple[str, int, int]]:
 
 
 @lru_cache(maxsize=1)
+def _material(work: str) -> Batch:
+    """All rows with the target's states in float16 (one pass for the whole grid), and which tokens count."""
+    model, rows = _target(), tiny_rows(_target(), Path(work))
+    layers = config_of(model, "pre").aux_layers
+    seen = [target_features(model, part, layers, logits=False) for part in rows.split(100)]
+    mask = torch.ones_like(rows, dtype=torch.bool)
+    mask[:, :PROMPT] = False
+    return Batch(rows, torch.cat([s.aux for s in seen]).half(), torch.cat([s.last for s in seen]).half(), mask)
+
+
+def _rows(whole: Batch, chosen) -> Batch:
+    greedy = None if whole.greedy is None else whole.greedy[chosen]
+    return Batch(whole.tokens[chosen], whole.feats[chosen].float(), whole.last[chosen].float(), whole.mask[chosen], greedy)
+
+
+def _drawn(whole: Batch, first: int, rows: int, seed: int) -> Callable[[int], Batch]:
+    """step -> ``rows`` rows of those from ``first`` on, in one permutation after another; a function of seed and step alone."""
+    total = len(whole.tokens) - first
+
+    def at(step: int) -> Batch:
+        epoch, place = divmod(step, total // rows)
+        order = torch.randperm(total, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
+        return _rows(whole, first + order[place * rows : (place + 1) * rows])
+
+    return at
+
+
+@lru_cache(maxsize=1)
 def _target():
     torch.set_num_threads(1)
     return nbkit.load_model("drift-target").model
@@ -109,16 +137,11 @@ def _target():
 def fit_tiny(job: dict) -> dict:
     """Train one drafter of the grid and write its weights; returns what happened."""
     work, variant, ttt, seed = Path(job["work"]), job["variant"], job["ttt"], job["seed"]
-    model = _target()
-    rows = tiny_rows(model, work)
+    model, whole = _target(), _material(str(work))
     drafter = fresh(config_of(model, variant), model, seed)
-    mask = torch.ones_like(rows, dtype=torch.bool)
-    mask[:, :PROMPT] = False
-    result = fit_drafter(drafter, model, rows[KEPT_BACK:], ttt=ttt, steps=STEPS, batch=BATCH, lr=job["lr"], seed=seed, mask=mask[KEPT_BACK:])
-    drafter.eval()
+    result = fit_drafter(drafter, model, _drawn(whole, KEPT_BACK, BATCH, seed), ttt=ttt, steps=STEPS, batch=BATCH, lr=job["lr"], seed=seed, bf16=True)
     with torch.inference_mode():
-        seen = target_features(model, rows[:KEPT_BACK], drafter.cfg.aux_layers, logits=False)
-        kept = ttt_loss(drafter, Batch(rows[:KEPT_BACK], seen.aux, seen.last, mask[:KEPT_BACK]), ttt=ttt)
+        kept = ttt_loss(drafter.eval(), _rows(whole, slice(0, KEPT_BACK)), ttt=ttt)
     if "keep" in job:
         target = folder(work, variant, ttt, seed)
         target.mkdir(exist_ok=True)
@@ -132,12 +155,12 @@ def _name(job: dict) -> list:
 
 
 def rates(work: Path, log: Callable[[str], None]) -> dict[str, float]:
-    """The rate of every norm: the lowest loss on rows kept back, over two training depths, seed 100."""
-    jobs = [{"work": str(work), "variant": v, "ttt": t, "seed": RATE_SEED, "lr": lr} for v in ("pre", "post") for t in (2, 4) for lr in RATES]
+    """The rate of every norm: the lowest loss on rows kept back, at training depth 2, seed 100."""
+    jobs = [{"work": str(work), "variant": v, "ttt": RATE_DEPTH, "seed": RATE_SEED, "lr": lr} for v in ("pre", "post") for lr in RATES]
     found = parallel.map(fit_tiny, jobs, executor="serial", key=_name, resume=work / "rates.jsonl", desc="rates", progress=False)
-    total = {(v, lr): sum(r["loss"] for j, r in zip(jobs, found) if (j["variant"], j["lr"]) == (v, lr)) for v in ("pre", "post") for lr in RATES}
-    log(json.dumps({f"{v} {lr}": round(loss, 4) for (v, lr), loss in total.items()}))
-    return {v: min(RATES, key=lambda lr: total[v, lr]) for v in ("pre", "post")}
+    loss = {(job["variant"], job["lr"]): result["loss"] for job, result in zip(jobs, found)}
+    log(json.dumps({f"{v} {lr}": round(value, 4) for (v, lr), value in loss.items()}))
+    return {v: min(RATES, key=lambda lr: loss[v, lr]) for v in ("pre", "post")}
 
 
 def tiny_jobs(work: Path, log: Callable[[str], None]) -> Iterator[tuple[dict, dict]]:
@@ -203,31 +226,18 @@ def run_tiny(work_dir: Path, out_dir: Path, log: Callable[[str], None]) -> None:
     }, config={"drafters": configs})
 
 
-def smol_rows(paths: list[Path], *, rows: int, seed: int) -> Callable[[int], Batch]:
-    """step -> batch of rollouts, drawn in permutations of all rows, converted to float32."""
-    held = [drift_rollouts.load(path) for path in paths]
-    whole = Batch(*(torch.cat([getattr(batch, name) for batch in held]) for name in Batch._fields))
-
-    def at(step: int) -> Batch:
-        epoch, place = divmod(step * rows, len(whole.tokens) // rows * rows)
-        order = torch.randperm(len(whole.tokens), generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
-        chosen = order[place : place + rows]
-        return Batch(whole.tokens[chosen], whole.feats[chosen].float(), whole.last[chosen].float(), whole.mask[chosen], whole.greedy[chosen])
-
-    return at
-
-
 def fit_smol(work: Path, variant: str, log: Callable[[str], None]) -> None:
     """Train the SmolLM2 drafter of one variant and write data/models/drift-smollm2-<variant>."""
     torch.set_num_threads(1)
     model = nbkit.load_model("smollm2-135m").model
     paths = drift_rollouts.make(work, "calibration", drift_rollouts.TRAIN_BATCHES, log)
-    tokens = torch.cat([drift_rollouts.load(path).tokens for path in paths])
+    held = [drift_rollouts.load(path) for path in paths]
+    whole = Batch(*(torch.cat([getattr(batch, name) for batch in held]) for name in Batch._fields))
     cfg = DrafterConfig.from_target(model, draft_vocab=SMOL_VOCAB, **SWITCHES[variant])
     drafter = fresh(cfg, model, 0)
-    drafter.set_vocab(frequent_tokens(tokens, SMOL_VOCAB, cfg.vocab_size))
+    drafter.set_vocab(frequent_tokens(whole.tokens, SMOL_VOCAB, cfg.vocab_size))
     result = fit_drafter(
-        drafter, model, smol_rows(paths, rows=SMOL_ROWS, seed=0), ttt=SMOL_DEPTH, steps=SMOL_STEPS, batch=SMOL_ROWS, lr=SMOL_RATE, seed=0,
+        drafter, model, _drawn(whole, 0, SMOL_ROWS, 0), ttt=SMOL_DEPTH, steps=SMOL_STEPS, batch=SMOL_ROWS, lr=SMOL_RATE, seed=0,
         bf16=True, log=log, checkpoint=work / f"{variant}.pt", every=20,
     )
     last = [sum(step[k] for step in result.accuracy[-50:]) / 50 for k in range(SMOL_DEPTH)]
