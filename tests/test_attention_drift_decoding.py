@@ -1,5 +1,6 @@
 """Exact facts about speculative decoding, reports and files of attention_drift, on small random models and on SmolLM2."""
 
+import copy
 import json
 from functools import lru_cache
 
@@ -367,6 +368,14 @@ def test_saved_drafters_come_back_and_bind_again(tmp_path, monkeypatch):
     assert loaded.cfg == drafter.cfg and torch.equal(loaded.vocab_ids, drafter.vocab_ids)
     with torch.no_grad():
         assert torch.equal(loaded.ttt(ids, found.aux, 3)[-1].logits, drafter.ttt(ids, found.aux, 3)[-1].logits)
+    # Half the size on disk, float32 again in memory.
+    small = copy.deepcopy(drafter).half()
+    half = loaders.save_model(small, "drift-test", card, config=drafter.cfg.to_dict())
+    again = nbkit.load_model("drift-test").model.bind(target())
+    for a, b in zip(again.parameters(), small.parameters(), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b.float())
+    assert torch.equal(again.vocab_ids, drafter.vocab_ids) and drafter.fc.weight.dtype == torch.float32
+    assert (half / "model.safetensors").stat().st_size < 0.7 * sum(4 * p.numel() for p in drafter.parameters())
     # Neither embedding nor head are in the file.
     from safetensors import safe_open
 
