@@ -71,6 +71,10 @@ RECIPES: dict[str, Recipe] = {
             ("models/drift-smollm2-pre", "models/drift-smollm2-post"), 60, "nbkit.recipes.drift_train:run_smol",
         ),
         Recipe(
+            "drift-smollm2-eval", "drift and acceptance of these two by template, prompt length, noise and pinning",
+            ("recordings/drift-smollm2",), 20, "nbkit.recipes.drift_smollm2_eval:run_smol",
+        ),
+        Recipe(
             "clarify-policy", "a small network that imitates oracle call sequences of office jobs", ("models/clarify-policy",), 1,
             "nbkit.recipes.clarify:run_policy",
         ),

@@ -24,8 +24,8 @@ from nbkit.methods.attention_drift import evaluate as measure
 from nbkit.recipes import drift_rollouts, drift_train
 from nbkit.recipes.drift_eval import stream_rms
 
-GREEDY, GRAM, ANSWER = 48, 8, 64
-LONG, LONG_PROMPT, LONG_ANSWER, LONG_DEPTH = 24, 1024, 40, 5
+GREEDY, GRAM, ANSWER = 32, 8, 48
+LONG, LONG_PROMPT, LONG_ANSWER, LONG_DEPTH = 24, 768, 32, 5
 DRAFT_DEPTH, DRIFT_DEPTH = 8, 12
 SMOL_STARTS = (136, 164, 192)
 SMOL_NOISE_PROMPTS = 24
@@ -50,7 +50,7 @@ def template_ids(tokenizer, template: str, count: int = GREEDY) -> Tensor:
 
 
 def long_ids(tokenizer) -> Tensor:
-    """The first 24 held-out prompts with passages that go on in the same document until the prompt has 1,024 tokens."""
+    """The first 24 held-out prompts with passages that go on in the same document until the prompt has 768 tokens."""
     held = {document.id: document.ids for kind in ("prose", "code") for document in nbkit.load_text(kind, split="held-out", tokenizer=tokenizer)}
     rows = []
     for prompt in drift_rollouts.prompts(tokenizer, "held-out", LONG):
@@ -158,7 +158,7 @@ def part_noise(drafter, texts: dict) -> dict:
 
 
 def part_long(drafter, texts: dict) -> dict:
-    """Acceptance after prompts of 1,024 tokens, four times the training length, by attention window."""
+    """Acceptance after prompts of 768 tokens, three times the training length, by attention window."""
     return {"long": {
         name: _tau(drafter, texts["long"], depth=LONG_DEPTH, answer=LONG_ANSWER, rows=1, what=what) for name, what in WINDOWS.items()
     }}

@@ -53,7 +53,7 @@ CRITERIA: dict[str, str] = {
     "C8": "area under tau(alpha) / tau(0) over alpha = 0..1 on the hidden path, post minus pre, has an interval above 0.",
     "C9": "pinning lowers tau in pre and in post (both intervals of the relative change below 0), and more in pre (interval of the difference).",
     "C10": "SmolLM2: (tau without template and first token / tau as trained), post over pre, has an interval above 1.",
-    "C11": "SmolLM2, prompts of 1,024 tokens: full attention has a lower tau than prompts of 128 tokens in both; the window with sink raises it in "
+    "C11": "SmolLM2, prompts of 768 tokens: full attention has a lower tau than prompts of 128 tokens in both; the window with sink raises it in "
            "both; post >= pre with the window (intervals).",
     "C12": "SmolLM2, as trained: tau of post over pre within 0.97..1.10 (interval above 0.97).",
     "C13": "post at ttt 4 keeps at least 97 % of the accuracy of post at ttt 8 over k = 1..8 (interval of the ratio above 0.97).",
@@ -111,11 +111,11 @@ def forced_steps(
         weights = counts[piece] / counts[piece].sum(1, keepdim=True)
         f = drafter.fuse(feats[piece, starts].float())
         columns: dict[str, list[Tensor]] = {name: [] for name in out}
-        for j, step in enumerate(drafter.ttt(tokens[piece], feats[piece].float(), depth, intervention=intervention, logits=False), 1):
-            proposed = drafter.propose(drafter.logits(step.normed[:, starts]))
+        for j, step in enumerate(_steps(drafter, tokens[piece], feats[piece], starts, depth, intervention), 1):
+            proposed = drafter.propose(drafter.logits(step.normed))
             # Step j of start t predicts x_{t+j+1}: the target's choice after position t + j.
             truth = best[piece, starts.start + j : starts.stop + j]
-            now, raw = step.feedback[:, starts].float(), step.out[:, starts].float()
+            now, raw = step.feedback.float(), step.out.float()
             columns["accuracy"].append(((proposed == truth).float() * weights).sum(1))
             columns["rms"].append((rms(now) * weights).sum(1))
             columns["cos"].append((F.cosine_similarity(now, f.float(), dim=-1) * weights).sum(1))
@@ -144,8 +144,8 @@ def accepted_drafts(
     for at in range(0, len(tokens), rows):
         piece = slice(at, at + rows)
         alive, total = None, 0
-        for j, step in enumerate(drafter.ttt(tokens[piece], feats[piece].float(), depth, intervention=intervention, logits=False), 1):
-            proposed = drafter.propose(drafter.logits(step.normed[:, starts]))
+        for j, step in enumerate(_steps(drafter, tokens[piece], feats[piece], starts, depth, intervention), 1):
+            proposed = drafter.propose(drafter.logits(step.normed))
             right = proposed == tokens[piece, starts.start + j + 1 : starts.stop + j + 1]
             alive = right if alive is None else alive & right
             total = total + alive.long()
@@ -250,6 +250,12 @@ def numbers(value: Tensor, digits: int = 4) -> list:
         number = float(value)
         return None if number != number else round(number, digits)
     return [numbers(part, digits) for part in value]
+
+
+def _steps(drafter: Drafter, tokens: Tensor, feats: Tensor, starts: slice, depth: int, what: Intervention):
+    """The chain steps of these starts alone."""
+    index = torch.arange(starts.start, starts.stop).expand(len(tokens), -1)
+    return drafter.ttt(tokens, feats.float(), depth, starts=index, intervention=what, logits=False)
 
 
 def _starts(tokens: Tensor, first: int, depth: int) -> slice:
