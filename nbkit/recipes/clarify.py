@@ -26,7 +26,8 @@ import numpy as np
 
 SEED, TRIALS, BUDGET = 0, 5, 1.2
 LM_TRIALS, LM_TIMINGS, LM_WINDOW = 3, (0.1, 0.3, 0.5, 0.7, 0.9), 1024
-BUDGETS, COSTS, SHARES = (1.0, 1.1, 1.2, 1.4, 1.6), (0, 1, 2, 4, 6), (0.0, 0.1, 0.35, 0.5)
+BUDGETS, COSTS, SHARES = (1.0, 1.2, 1.6), (0, 1, 2, 4), (0.0, 0.5)
+SWEPT = ("eager", "learned")
 THETA, COST = 0.5, 0.02
 
 
@@ -82,12 +83,13 @@ def sweep_settings() -> list[dict]:
 
 
 def sweep_cell(setting: dict) -> dict:
-    """Successes of all agents under one setting: (agents, variants, conditions) counts of ``TRIALS`` trials."""
+    """Successes under one setting: (agents of ``SWEPT``, variants, conditions) counts of ``TRIALS`` trials."""
     from nbkit.envs.office import OfficeOps
     from nbkit.methods.clarification_timing import ForcedInjection, cells
 
     suite = OfficeOps(seed=SEED, irreversible=setting["irreversible"], reverify=setting["reverify"])
-    table = ForcedInjection(suite, timings=LM_TIMINGS, trials=TRIALS, budget=setting["budget"], sham=False, seed=SEED).run(agents())
+    experiment = ForcedInjection(suite, timings=LM_TIMINGS, trials=TRIALS, budget=setting["budget"], sham=False, seed=SEED)
+    table = experiment.run([agent for agent in agents() if agent.name in SWEPT])
     counted = [cells(table, agent) for agent in table.agents]
     return {"setting": setting, "c": [one.c.tolist() for one in counted]}
 
@@ -115,7 +117,7 @@ def run_grid(work_dir: Path, out_dir: Path, log) -> None:
     data = {f"grid_{name}": values for name, values in table.arrays().items()}
     data |= {
         "sweep_c": np.array([row["c"] for row in swept], np.int8), "sweep_variants": order.variants, "sweep_dimension": order.dimension,
-        "sweep_template": order.template.astype(np.int16), "sweep_agents": np.array([agent.name for agent in who]),
+        "sweep_template": order.template.astype(np.int16), "sweep_agents": np.array(SWEPT),
         "sweep_arms": np.array([order.conditions[i][0] for i in kept]),
         "sweep_fractions": np.array([-1.0 if np.isnan(order.conditions[i][1]) else order.conditions[i][1] for i in kept]),
         **{f"sweep_{name}": np.array([row["setting"][name] for row in swept], float) for name in ("budget", "reverify", "irreversible")},
@@ -163,7 +165,7 @@ def _lm_agent():
         import nbkit
         from nbkit.agents import HFChoiceAgent
 
-        _AGENT.append(HFChoiceAgent(*nbkit.load_model("smollm2-135m"), window=LM_WINDOW, name="smollm2"))
+        _AGENT.append(HFChoiceAgent(*nbkit.load_model("smollm2-135m", dtype="bfloat16"), window=LM_WINDOW, name="smollm2"))
     return _AGENT[0]
 
 
@@ -195,7 +197,7 @@ def run_smollm2(work_dir: Path, out_dir: Path, log) -> None:
         "recipe": "clarify-smollm2", "seed": SEED, "licence": "MIT",
         "summary": "success of SmolLM2-135M-Instruct in 84 office jobs by the time a missing fact reaches it",
         "settings": {"trials": LM_TRIALS, "budget": BUDGET, "window": LM_WINDOW, "score": "sum", "seconds": round(seconds)},
-        "note": "real language model (4-bit weights, de-quantised to float32) inside a scripted order of steps; no sham arm; the choice is "
+        "note": "real language model (4-bit weights, computed in bfloat16) inside a scripted order of steps; no sham arm; the choice is "
         "greedy, so trials differ in the world and in the wording of the question",
     }
     save_recording("clarify-smollm2", data, card)
