@@ -135,7 +135,7 @@ def demand_view(
     if not 0 <= job < len(variants):
         raise InputError("job", got=job, allowed=f"0 to {len(variants) - 1}")
     last = 1 + len(TIMES)
-    resampling = Resampling(np.arange(len(chosen)), n=500)
+    resampling = Resampling(np.arange(len(score)), n=500)
     mean, draws = resampling.mean(score)
     oracle = float(mean[last])
     low, high = np.quantile(draws[:, 1:last], [0.025, 0.975], axis=0)
