@@ -103,12 +103,12 @@ def _depth_layout() -> dict:
     ticks = [0.2, 0.5, 1, 2, 4], [1.05, 2, 5, 10, 20, 50]
     axis = {"showgrid": False, "zeroline": False}
     return {
-        "height": 560, "margin": {"t": 62, "b": 118, "l": 70, "r": 20}, "legend": {"orientation": "h", "yanchor": "top", "y": -0.15, "x": 0},
+        "height": 580, "margin": {"t": 78, "b": 140, "l": 74, "r": 20}, "legend": {"orientation": "h", "yanchor": "top", "y": -0.17, "x": 0},
         "xaxis": {"domain": [0, 0.53], "title": {"text": "chain-of-thought depth t (steps)"}, "anchor": "y"},
-        "yaxis": {"type": "log", "title": {"text": "error E_t = E|w − w_t|²"}, "exponentformat": "power", "anchor": "x"},
-        "xaxis2": {"domain": [0.64, 1], "title": {"text": "context α (examples per dimension)"}, "anchor": "y2", **axis,
+        "yaxis": {"type": "log", "title": {"text": "error E_t = E|w − w_t|²"}, "exponentformat": "power", "dtick": 1, "anchor": "x"},
+        "xaxis2": {"domain": [0.64, 1], "title": {"text": "context α = n/d"}, "anchor": "y2", **axis,
                    "range": np.log10(MAP_ALPHAS[[0, -1]]).tolist(), "tickvals": np.log10(ticks[0]).tolist(), "ticktext": list(map(str, ticks[0]))},
-        "yaxis2": {"title": {"text": "pre-training τ (prompts per dimension)"}, "anchor": "x2", **axis,
+        "yaxis2": {"title": {"text": "pre-training τ = B/d"}, "anchor": "x2", **axis,
                    "range": np.log10(MAP_TAUS[[0, -1]]).tolist(), "tickvals": np.log10(ticks[1]).tolist(), "ticktext": list(map(str, ticks[1]))},
     }
 
@@ -151,13 +151,14 @@ def draw_depth(result: Mapping) -> Any:
     layout = copy.copy(_depth_layout())
     layout["yaxis"] = layout["yaxis"] | {"range": [math.log10(low), math.log10(high)]}
     layout["xaxis"] = layout["xaxis"] | {"range": [-0.3, last + 0.3]}
-    layout["annotations"] = [_note(_badge(result), 0), _note("<b>blue</b> exponential · <b>green</b> saturation · <b>orange</b> overthinking", 0.64)]
+    layout["annotations"] = [_note(_badge(result), 0), _note("<b>blue</b> exponential<br><b>green</b> saturation, <b>orange</b> overthinking", 0.6)]
     return go.Figure({"data": data, "layout": layout})
 
 
 def _badge(result: Mapping) -> str:
     limit = "∞" if math.isinf(result["limit"]) else f"{result['limit']:.3g}"
-    return f"<b>{result['regime']}</b> · Λ = {result['rate']:.3f} · limit {limit} · best depth here {result['best']} (E = {result['best_error']:.3g})"
+    best = f"best depth shown: {result['best']}, E = {result['best_error']:.3g}"
+    return f"<b>{result['regime']}</b>, Λ = {result['rate']:.3f}, limit {limit}<br>{best}"
 
 
 def describe_depth(result: Mapping) -> str:
@@ -214,7 +215,7 @@ def _best_layout() -> dict:
     yaxis = {"type": "log", "range": np.log10([0.9, 300]).tolist(), "title": {"text": "best depth t* (steps)"}, "tickvals": [1, 3, 10, 30, 100, 200]}
     return {
         "height": 470, "margin": {"t": 62, "b": 105, "l": 70, "r": 20}, "legend": {"orientation": "h", "yanchor": "top", "y": -0.2, "x": 0},
-        "xaxis": {"type": "log", "domain": [0, 0.46], "anchor": "y", "title": {"text": "pre-training τ (prompts per dimension)"},
+        "xaxis": {"type": "log", "domain": [0, 0.46], "anchor": "y", "title": {"text": "pre-training τ = B/d"},
                   "range": np.log10([1.15, 22]).tolist(), "tickvals": [1.25, 2, 3, 5, 10, 20]},
         "yaxis": {**yaxis, "anchor": "x"},
         "xaxis2": {"type": "log", "domain": [0.56, 1], "anchor": "y2", "title": {"text": "label noise s² (variance)"},
@@ -265,17 +266,18 @@ def describe_best(result: Mapping) -> str:
 def eigenvalue_view(alpha: float, tau: float, noise: float = 0.0, *, step: float = 1.0, d: int = 150, seed: int = 0) -> dict[str, Any]:
     """Law of the context's eigenvalues with the factor a(L) that one mean step applies, and the eigenvalues of one sampled step M.
 
-    Returns: ``grid``, ``density``, ``factor`` (200,); ``real``, ``imaginary`` (d,) of M; ``radius``: sqrt(Lambda); ``outside``: how many lie
-    outside the unit circle.
+    Returns: ``grid``, ``density``, ``factor`` (200,); ``real``, ``imaginary`` (d,) of M; ``edge_real``, ``edge_imaginary``: closed curve around the
+    region that they fill in the limit; ``radius``: its largest distance from 0, sqrt(Lambda); ``outside``: how many lie outside the unit circle.
     """
-    theory = CoTDepthTheory(alpha, tau, noise, step=step)
+    theory = CoTDepthTheory(alpha, tau, noise, step=step, nodes=200)
     low, high = edges(alpha)
     grid = np.linspace(max(0.0, low - 0.05 * (high - low)), high + 0.05 * (high - low), 200)
     found = _eigenvalues(alpha, tau, noise, step, d, seed)
+    real, imaginary = _edge(theory)
     return {
         "alpha": alpha, "tau": tau, "grid": grid, "density": density(alpha, np.maximum(grid, 1e-3)), "factor": 1 - theory.gain * grid,
-        "real": found.real, "imaginary": found.imag, "radius": math.sqrt(theory.rate().value), "rate": theory.rate().value,
-        "outside": int((np.abs(found) > 1).sum()), "atom": max(0.0, 1 - alpha),
+        "real": found.real, "imaginary": found.imag, "edge_real": real, "edge_imaginary": imaginary, "rate": theory.rate().value,
+        "radius": math.sqrt(theory.rate().value), "outside": int((np.abs(found) > 1 + 1e-9).sum()), "atom": max(0.0, 1 - alpha),
     }
 
 
@@ -284,14 +286,29 @@ def _eigenvalues(alpha: float, tau: float, noise: float, step: float, d: int, se
     return np.linalg.eigvals(sample_step_matrix(alpha, tau, noise, step=step, d=d, seed=seed)).astype(complex)
 
 
+def _edge(theory: CoTDepthTheory) -> tuple[np.ndarray, np.ndarray]:
+    """The curve nu * mean of L^2 / |z - a(L)|^2 = 1: the random part of M fills its inside with eigenvalues."""
+    rate, (values, weights) = theory.rate(), theory.spectrum()
+    x = np.linspace(-math.sqrt(rate.minus), math.sqrt(rate.plus), 121)[1:-1]
+    gap, weight = (x[:, None] - (1 - theory.gain * values)) ** 2, theory.spread * weights * values**2
+    low, high = np.zeros_like(x), np.full_like(x, math.sqrt(weight.sum()))
+    for _ in range(30):
+        middle = (low + high) / 2
+        inside = (weight / (gap + middle[:, None] ** 2 + 1e-300)).sum(1) > 1
+        low, high = np.where(inside, middle, low), np.where(inside, high, middle)
+    ends = [-math.sqrt(rate.minus)], [math.sqrt(rate.plus)]
+    return np.concatenate([ends[0], x, ends[1], x[::-1], ends[0]]), np.concatenate([[0.0], high, [0.0], -high[::-1], [0.0]])
+
+
 @functools.cache
 def _eigen_layout() -> dict:
     return {
         "height": 500, "margin": {"t": 62, "b": 110, "l": 70, "r": 20}, "legend": {"orientation": "h", "yanchor": "top", "y": -0.19, "x": 0},
-        "xaxis": {"domain": [0, 0.42], "anchor": "y", "title": {"text": "eigenvalue L of the context's S"}},
-        "yaxis": {"anchor": "x", "title": {"text": "density"}, "rangemode": "tozero"},
-        "yaxis3": {"anchor": "x", "overlaying": "y", "side": "right", "title": {"text": "factor a(L) of one step"}, "showgrid": False},
-        "xaxis2": {"domain": [0.58, 1], "anchor": "y2", "title": {"text": "real part"}, "constrain": "domain"},
+        "xaxis": {"domain": [0, 0.38], "anchor": "y", "title": {"text": "eigenvalue L of the context's S"}},
+        "yaxis": {"anchor": "x", "title": {"text": "density of L"}, "rangemode": "tozero"},
+        "yaxis3": {"anchor": "x", "overlaying": "y", "side": "right", "title": {"text": "factor a(L)"}, "showgrid": False, "range": [-1.4, 1.05],
+                   "tickvals": [-1, -0.5, 0, 0.5, 1]},
+        "xaxis2": {"domain": [0.62, 1], "anchor": "y2", "title": {"text": "real part"}, "constrain": "domain"},
         "yaxis2": {"anchor": "x2", "title": {"text": "imaginary part"}, "scaleanchor": "x2", "constrain": "domain"},
     }
 
@@ -300,35 +317,35 @@ _ANGLES = np.linspace(0, 2 * np.pi, 121)
 
 
 def draw_eigenvalues(result: Mapping) -> Any:
-    """Density and a(L) on the left; eigenvalues of one sampled step with the unit circle and the circle of radius sqrt(Lambda) on the right."""
+    """Density and a(L) on the left; eigenvalues of one sampled step, the edge of their region and the unit circle on the right."""
     import plotly.graph_objects as go
 
-    right, radius = {"xaxis": "x2", "yaxis": "y2"}, result["radius"]
+    right = {"xaxis": "x2", "yaxis": "y2"}
     data = [
         _line(result["grid"], result["density"], "density of L", BLUE, fill="tozeroy", fillcolor="rgba(0,114,178,0.18)"),
         _line(result["grid"], result["factor"], "a(L) = 1 − cL", PURPLE, dash="dash", yaxis="y3"),
         {"type": "scatter", "x": result["real"], "y": result["imaginary"], "mode": "markers", "name": "eigenvalues of one step M",
          "marker": {"color": AMBER, "size": 6, "line": {"color": "#5a4300", "width": 0.6}}, **right},
         _line(np.cos(_ANGLES), np.sin(_ANGLES), "unit circle", GREY, dash="dot", hoverinfo="skip", **right),
-        _line(radius * np.cos(_ANGLES), radius * np.sin(_ANGLES), "radius √Λ", ORANGE, hoverinfo="skip", **right),
+        _line(result["edge_real"], result["edge_imaginary"], "edge in the limit", ORANGE, hoverinfo="skip", **right),
     ]
     layout = copy.copy(_eigen_layout())
-    reach = 1.1 * max(1.0, radius, float(np.hypot(result["real"], result["imaginary"]).max()))
+    reach = 1.1 * max(1.0, result["radius"], float(np.hypot(result["real"], result["imaginary"]).max()))
     layout["xaxis2"] = layout["xaxis2"] | {"range": [-reach, reach]}
     layout["yaxis2"] = layout["yaxis2"] | {"range": [-reach, reach]}
-    atom = f" · {result['atom']:.0%} of L at 0" if result["atom"] else ""
+    atom = f", {result['atom']:.0%} of L at 0" if result["atom"] else ""
     layout["annotations"] = [
-        _note(f"α = {result['alpha']:g}{atom}", 0), _note(f"<b>Λ = {result['rate']:.3f}</b> · {result['outside']} eigenvalues outside 1", 0.58)
+        _note(f"α = {result['alpha']:g}{atom}", 0), _note(f"<b>Λ = {result['rate']:.3f}</b>, {result['outside']} outside 1", 0.62)
     ]
     return go.Figure({"data": data, "layout": layout})
 
 
 def describe_eigenvalues(result: Mapping) -> str:
     """One sentence for readers who do not see the figure."""
-    size = len(result["real"])
+    size, apart = len(result["real"]), " (apart from directions that the context never shows, at 1)" if result["atom"] else ""
     return (
         f"At α = {result['alpha']:g} and τ = {result['tau']:g}, {result['outside']} of {size} eigenvalues of one sampled step lie outside 1; "
-        f"the limit puts the largest at {result['radius']:.3f} and lets the error grow by {result['rate']:.3f} a step."
+        f"in the limit they reach out to {result['radius']:.3f}{apart}, and the error changes by the factor {result['rate']:.3f} a step."
     )
 
 

@@ -50,9 +50,9 @@ def _layout() -> dict:
     return {
         "height": 720, "margin": {"t": 62, "b": 96, "l": 76, "r": 20}, "legend": legend, "barmode": "group",
         "xaxis": {"domain": [0, 1], "anchor": "y", "title": {"text": "token: the examples, then the thoughts w_0, w_1, …"}, "showgrid": False},
-        "yaxis": {"domain": [0.5, 1], "anchor": "x", "autorange": "reversed", "showgrid": False},
+        "yaxis": {"domain": [0.5, 1], "anchor": "x", "showgrid": False},
         "xaxis2": {"domain": [0, 0.44], "anchor": "y2", "title": {"text": "thought t"}, "range": [-0.5, 12.5]},
-        "yaxis2": {"domain": [0, 0.34], "anchor": "x2", "type": "log", "title": {"text": "error of the thought"}, "exponentformat": "power"},
+        "yaxis2": {"domain": [0, 0.34], "anchor": "x2", "type": "log", "title": {"text": "error"}, "exponentformat": "power", "dtick": 1},
         "xaxis3": {"domain": [0.56, 1], "anchor": "y3", "title": {"text": "entry of the weights"}},
         "yaxis3": {"domain": [0, 0.34], "anchor": "x3", "title": {"text": "weight"}},
     }
@@ -81,7 +81,7 @@ def draw_attention(result: Mapping) -> Any:
     ]
     layout = copy.copy(_layout())
     rows = {"tickvals": [d / 2 - 0.5, d, 1.5 * d + 0.5, 2 * d + 1], "ticktext": ["x", "y", "thought w", "flag"]}
-    layout["yaxis"] = layout["yaxis"] | rows
+    layout["yaxis"] = layout["yaxis"] | rows | {"range": [len(tokens) - 0.5, -0.5]}
     low, high = np.log10(max(min(errors.min(), 0.01), 1e-6) / 2), np.log10(min(max(errors.max(), 1.0), 1e6) * 2)
     layout["yaxis2"] = layout["yaxis2"] | {"range": [float(low), float(high)]}
     many = "all thoughts stay" if result["append"] else "only the newest thought stays"
