@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -39,15 +40,15 @@ from nbkit.models import letters
 from nbkit.recipes import drift_train
 from nbkit.recipes.drift_target import stream, windows
 
-PROMPTS, LENGTH, LONG_PROMPTS, LONG_PROMPT, LONG_LENGTH = 64, 160, 24, 384, 416
+PROMPTS, LENGTH, LONG_PROMPTS, LONG_PROMPT, LONG_LENGTH = 48, 160, 24, 384, 416
 FORCED_DEPTH, DRAFT_DEPTH, DRIFT_DEPTH, LONG_DEPTH = 16, 12, 12, 8
 FIRST = drift_train.PROMPT
-STARTS, LONG_STARTS, DRIFT_STARTS = tuple(range(FIRST - 2, 150, 4)), tuple(range(LONG_PROMPT - 2, 408, 4)), (80, 100, 120, 140)
+STARTS, LONG_STARTS, DRIFT_STARTS = tuple(range(FIRST - 2, 150, 6)), tuple(range(LONG_PROMPT - 2, 408, 4)), (80, 100, 120, 140)
 CLOSER = {("pre", 2), ("post", 2), ("pre", 4), ("post", 4)}
 """Variant and training depth of the cells with noise, windows and long prompts."""
 TINY_WINDOWS = (32, 64)
 LONG_SETTINGS = {"full": {}, "window": {"window": 256}, "window+sink": {"window": 256, "carry_sink": 4}}
-SPECULATIVE, NEW = 4, 64
+SPECULATIVE, NEW = 2, 48
 """Prompts and new tokens of the comparison with plain greedy decoding."""
 
 
@@ -103,23 +104,31 @@ def acceptance(counts: Tensor, depth: int) -> dict[str, list]:
 
 
 @functools.lru_cache(maxsize=1)
-def tiny_texts() -> dict[str, Tensor]:
-    """Material of the small target: ``sampled`` (64, 160) with ``sampled_aux``, ``_last``, ``_best``, ``_next``, and the same for ``long``."""
+def held_out() -> np.ndarray:
+    """The letters of all held-out documents."""
+    return stream("held-out")
+
+
+@functools.lru_cache(maxsize=2)
+def tiny_texts(name: str = "sampled") -> dict[str, Tensor]:
+    """Material of the small target: ``tokens`` (P, N), its states ``aux`` and ``last``, ``best`` next token, and ``next``, see `continuations`.
+
+    Args:
+        name: ``"sampled"`` (48 texts of 160 letters) or ``"long"`` (24 of 416).
+    """
     model = drift_train._target()
-    out = {}
-    for name, count, prompt, length, starts, depth in (
-        ("sampled", PROMPTS, FIRST, LENGTH, STARTS, DRAFT_DEPTH), ("long", LONG_PROMPTS, LONG_PROMPT, LONG_LENGTH, LONG_STARTS, LONG_DEPTH),
-    ):
-        text = drift_train.continue_text(model, windows(stream("held-out"), count, prompt, 8), length, 0.7, 8)
-        with torch.inference_mode():
-            seen = target_features(model, text)
-        out |= {name: text, f"{name}_aux": seen.aux, f"{name}_last": seen.last, f"{name}_best": seen.logits.argmax(-1)}
-        out[f"{name}_next"] = continuations(model, text, starts, depth)
-    return out
+    count, prompt, length, starts, depth = {
+        "sampled": (PROMPTS, FIRST, LENGTH, STARTS, DRAFT_DEPTH), "long": (LONG_PROMPTS, LONG_PROMPT, LONG_LENGTH, LONG_STARTS, LONG_DEPTH),
+    }[name]
+    tokens = drift_train.continue_text(model, windows(held_out(), count, prompt, 8), length, 0.7, 8)
+    with torch.inference_mode():
+        seen = target_features(model, tokens)
+    best = seen.logits.argmax(-1)
+    return {"tokens": tokens, "aux": seen.aux, "last": seen.last, "best": best, "next": continuations(model, tokens, starts, depth)}
 
 
-def _features(drafter: Drafter, texts: dict[str, Tensor], name: str) -> Tensor:
-    return drafter.pick_features(texts[f"{name}_aux"], texts[f"{name}_last"])
+def _features(drafter: Drafter, texts: dict[str, Tensor]) -> Tensor:
+    return drafter.pick_features(texts["aux"], texts["last"])
 
 
 def tiny_cell(job: dict) -> dict:
@@ -133,10 +142,10 @@ def tiny_cell(job: dict) -> dict:
 def measure_tiny(drafter: Drafter, *, closer: bool = False, decode: bool = False) -> dict:
     """The measurements of one drafter of the small target as JSON values; ``closer`` adds noise, windows and long prompts, ``decode`` decoding."""
     texts = tiny_texts()
-    feats = _features(drafter, texts, "sampled")
-    forced = measure.forced_steps(drafter, texts["sampled"], feats, texts["sampled_best"], first=FIRST - 2, depth=FORCED_DEPTH)
-    drift = measure.drift_measures(drafter, texts["sampled"], feats, starts=DRIFT_STARTS, depth=DRIFT_DEPTH, rows=PROMPTS)
-    position, mass = measure.drafter_sinks(drafter, texts["sampled"], feats)
+    tokens, feats = texts["tokens"], _features(drafter, texts)
+    forced = measure.forced_steps(drafter, tokens, feats, texts["best"], first=FIRST - 2, depth=FORCED_DEPTH)
+    drift = measure.drift_measures(drafter, tokens, feats, starts=DRIFT_STARTS, depth=DRIFT_DEPTH, rows=PROMPTS)
+    position, mass = measure.drafter_sinks(drafter, tokens, feats)
     out = {
         "norm_bound": round(float(drafter.norm.weight.detach().abs().max()), 6), **{name: measure.numbers(value) for name, value in forced.items()},
         **tau(drafter, feats), "drift": {name: measure.numbers(value) for name, value in drift.items()}, **fused(drafter, feats),
@@ -147,20 +156,22 @@ def measure_tiny(drafter: Drafter, *, closer: bool = False, decode: bool = False
     if closer:
         out["noise"] = {path: {str(a): tau(drafter, feats, noise=a, path=path)["tau"] for a in measure.ALPHAS} for path in ("hidden", "embedding")}
         out["tau_window"] = {str(size): tau(drafter, feats, window=size)["tau"] for size in TINY_WINDOWS}
-        long = _features(drafter, texts, "long")
-        out["long"] = {
-            name: acceptance(accepted_from(drafter, texts["long"], long, LONG_STARTS, texts["long_next"], Intervention(**what)), LONG_DEPTH)
-            for name, what in LONG_SETTINGS.items()
-        }
+        out["long"] = {setting: long_tau(drafter, setting) for setting in LONG_SETTINGS}
     if decode:
-        out["speculative"] = [decoded(drafter, row[:FIRST]) for row in texts["sampled"][:SPECULATIVE]]
+        out["speculative"] = [decoded(drafter, row[:FIRST]) for row in tokens[:SPECULATIVE]]
     return out
 
 
 def tau(drafter: Drafter, feats: Tensor, **what) -> dict[str, list]:
     """Acceptance at the small target's texts under an intervention."""
     texts = tiny_texts()
-    return acceptance(accepted_from(drafter, texts["sampled"], feats, STARTS, texts["sampled_next"], Intervention(**what)), DRAFT_DEPTH)
+    return acceptance(accepted_from(drafter, texts["tokens"], feats, STARTS, texts["next"], Intervention(**what)), DRAFT_DEPTH)
+
+
+def long_tau(drafter: Drafter, setting: str) -> dict[str, list]:
+    """Acceptance after long prompts."""
+    texts, what = tiny_texts("long"), Intervention(**LONG_SETTINGS[setting])
+    return acceptance(accepted_from(drafter, texts["tokens"], _features(drafter, texts), LONG_STARTS, texts["next"], what), LONG_DEPTH)
 
 
 @torch.inference_mode()
@@ -212,16 +223,16 @@ def run_grid(work_dir: Path, out_dir: Path, log: Callable[[str], None], *, seeds
 def save_grid(rows: list[dict], planned: int) -> Path:
     """Write the recording from measured cells."""
     model, texts = drift_train._target(), tiny_texts()
-    position, mass = measure.target_sinks(model, texts["sampled"])
-    corpus = windows(stream("held-out"), 2 * LONG_PROMPTS, LONG_LENGTH, 9)
+    position, mass = measure.target_sinks(model, texts["tokens"])
+    corpus = windows(held_out(), 2 * LONG_PROMPTS, LONG_LENGTH, 9)
     with torch.inference_mode():
         nats = F.cross_entropy(model(corpus).logits[:, :-1].transpose(1, 2), corpus[:, 1:], reduction="none").mean(0)
     return save_recording(
         "drift-grid",
         {
             "prompts": PROMPTS, "depth": FORCED_DEPTH, "draft_depth": DRAFT_DEPTH, "starts": list(STARTS), "prompt_tokens": FIRST, "tokens": LENGTH,
-            "aux_rms": stream_rms(texts["sampled_aux"], 8), "target_sinks": position.tolist(), "target_sink_mass": measure.numbers(mass),
-            "target_nats": {"below": round(float(nats[: letters.LENGTH].mean()), 4), "beyond": round(float(nats[letters.LENGTH :].mean()), 4)},
+            "aux_rms": stream_rms(texts["aux"], 8), "target_sinks": position.tolist(), "target_sink_mass": measure.numbers(mass),
+            "target_nats": {"below": measure.numbers(nats[: letters.LENGTH].mean()), "beyond": measure.numbers(nats[letters.LENGTH :].mean())},
             "cells": rows,
         },
         {
