@@ -19,7 +19,7 @@ from nbkit.methods.attention_drift import Batch, default_aux_layers
 
 PROMPT, ANSWER, ROWS = 128, 128, 64
 """Tokens of a prompt, of an answer, and prompts a batch."""
-TRAIN_BATCHES = 7
+TRAIN_BATCHES = 6
 TEMPERATURE, GREEDY_EVERY = 0.7, 4
 REQUESTS = {
     "prose": ("Summarize this passage:", "Explain this passage to a student:", "List the main points of this text:", "Continue this text:"),
