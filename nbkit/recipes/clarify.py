@@ -137,23 +137,29 @@ def _columns(prefix: str, rows: list[dict]) -> dict[str, np.ndarray]:
     return {f"{prefix}{name}": np.array([row[name] for row in rows]) for name in rows[0]}
 
 
-def lm_variant(index: int) -> dict:
-    """All conditions and trials of SmolLM2 on one variant: packed rows, and its choices as (row, actions before, entropy in nats, option)."""
+def lm_items() -> list[list[int]]:
+    """(trial, variant) in the order in which they are computed: a whole trial after the other."""
+    from nbkit.envs.office import OfficeOps
+
+    return [[trial, variant] for trial in range(LM_TRIALS) for variant in range(len(OfficeOps(seed=SEED).variants))]
+
+
+def lm_cell(item: list[int]) -> dict:
+    """All conditions of SmolLM2 in one trial of one variant: rows, and its choices as (row, actions before, entropy in nats, option)."""
     from nbkit.envs.office import OfficeOps
     from nbkit.methods.clarification_timing import ForcedInjection
 
+    trial, index = item
     suite = OfficeOps(seed=SEED)
     experiment = ForcedInjection(suite, timings=LM_TIMINGS, trials=LM_TRIALS, budget=BUDGET, sham=False, seed=SEED)
-    agent, start = _lm_agent(), time.perf_counter()
+    agent, start = _lm_agent(), time.process_time()
     rows, choices = [], []
     for arm, fraction in experiment.conditions:
-        # Trials of a condition share most of what the model reads.
-        for trial in range(LM_TRIALS):
-            row = experiment.row(agent, suite.variants[index], arm=arm, fraction=fraction, trial=trial)
-            choices += [[len(rows), at, round(choice.entropy(agent.score), 4), choice.pick(agent.score)] for at, choice in agent.choices]
-            rows.append({name: None if value != value else value for name, value in row.items()})
+        row = experiment.row(agent, suite.variants[index], arm=arm, fraction=fraction, trial=trial)
+        choices += [[len(rows), at, round(choice.entropy(agent.score), 4), choice.pick(agent.score)] for at, choice in agent.choices]
+        rows.append({name: None if value != value else value for name, value in row.items()})
     agent.scorer.memo.clear()
-    return {"rows": rows, "choices": choices, "seconds": round(time.perf_counter() - start, 1)}
+    return {"rows": rows, "choices": choices, "seconds": round(time.process_time() - start, 2)}
 
 
 _AGENT: list = []
@@ -170,24 +176,31 @@ def _lm_agent():
 
 
 def run_smollm2(work_dir: Path, out_dir: Path, log) -> None:
-    """All conditions of SmolLM2-135M-Instruct; finished variants are kept, so it can be run in pieces."""
+    """All conditions of SmolLM2-135M-Instruct; the recording is written after every whole trial, and finished cells are kept between calls."""
     import torch
 
     from nbkit import parallel
-    from nbkit.envs.office import OfficeOps
+
+    torch.set_num_threads(1)
+    items, found = lm_items(), []
+    for trial in range(LM_TRIALS):
+        part = [item for item in items if item[0] == trial]
+        found += parallel.map(lm_cell, part, executor="serial", resume=work_dir / "cells.jsonl", desc=f"smollm2, trial {trial}")
+        _save_lm(found, trial + 1, log)
+
+
+def _save_lm(found: list[dict], trials: int, log) -> None:
+    """The recording of the trials done so far."""
     from nbkit.loaders import save_recording
     from nbkit.methods.clarification_timing import Outcomes
 
-    torch.set_num_threads(1)
-    suite = OfficeOps(seed=SEED)
-    results = parallel.map(lm_variant, range(len(suite.variants)), executor="serial", resume=work_dir / "variants.jsonl", desc="smollm2")
     rows, choices = [], []
-    for found in results:
-        choices += [[len(rows) + row, *rest] for row, *rest in found["choices"]]
-        rows += [{name: np.nan if value is None else value for name, value in row.items()} for row in found["rows"]]
+    for cell in found:
+        choices += [[len(rows) + row, *rest] for row, *rest in cell["choices"]]
+        rows += [{name: np.nan if value is None else value for name, value in row.items()} for row in cell["rows"]]
     table, choices = Outcomes.from_rows(rows), np.array(choices)
-    seconds = sum(found["seconds"] for found in results)
-    log(f"{table!r} in {seconds:.0f} s")
+    seconds = sum(cell["seconds"] for cell in found)
+    log(f"{table!r} in {seconds:.0f} s of processor time")
     data = {f"grid_{name}": values for name, values in table.arrays().items()}
     data |= {
         "choice_row": choices[:, 0].astype(np.int32), "choice_at": choices[:, 1].astype(np.int16), "choice_entropy": choices[:, 2].astype(np.float32),
@@ -196,8 +209,8 @@ def run_smollm2(work_dir: Path, out_dir: Path, log) -> None:
     card = {
         "recipe": "clarify-smollm2", "seed": SEED, "licence": "MIT",
         "summary": "success of SmolLM2-135M-Instruct in 84 office jobs by the time a missing fact reaches it",
-        "settings": {"trials": LM_TRIALS, "budget": BUDGET, "window": LM_WINDOW, "score": "sum", "seconds": round(seconds)},
-        "note": "real language model (4-bit weights, computed in bfloat16) inside a scripted order of steps; no sham arm; the choice is "
-        "greedy, so trials differ in the world and in the wording of the question",
+        "settings": {"trials": trials, "budget": BUDGET, "window": LM_WINDOW, "score": "sum", "seconds": round(seconds)},
+        "note": "real language model (4-bit weights, computed in bfloat16) inside a scripted order of steps; no sham arm; the choice is greedy, so "
+        "trials differ in the world and in the wording of the question",
     }
     save_recording("clarify-smollm2", data, card)

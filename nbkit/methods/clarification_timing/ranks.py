@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -182,7 +181,7 @@ def page_trend(values: Any) -> Trend:
     mean = m * n * (n + 1) ** 2 / 4
     variance = m * n**2 * (n + 1) ** 2 * (n - 1) / 144
     z = (statistic - mean) / math.sqrt(variance)
-    return Trend(statistic, z, 1 - NormalDist().cdf(z))
+    return Trend(statistic, z, 0.5 * math.erfc(z / math.sqrt(2)))
 
 
 def spearman(x: Any, y: Any, cluster: Any = None, *, n: int = 2000, seed: int = 0) -> Interval:
