@@ -753,6 +753,16 @@ def test_recorded_networks_are_those_of_the_recipe():
     assert loaded.model.gamma.diagonal().mean().item() == pytest.approx(row["gamma"]["diagonal"], abs=1e-4)
 
 
+def test_recorded_transformers_are_those_of_the_recipe():
+    data = nbkit.load_recording("cot-depth-softmax").data
+    assert [row["key"] for row in data["rows"]] == [cot_attention.attention_key(row) for row in cot_attention.softmax_rows()]
+    for row in data["rows"]:
+        # All start at w = 0, on the same test prompts for one context length.
+        w = cot_attention.held_out(5, row["setting"]["n"])[2].double()
+        assert len(row["mean"]) == data["depth"] + 1 and row["mean"][0] == pytest.approx((w**2).sum(-1).mean().item(), rel=1e-4)
+        assert row["loss"][-1][0] == data["settings"]["softmax"]["steps"] and row["loss"][-1][1] < row["loss"][0][1]
+
+
 def test_one_recorded_descent_is_computed_again():
     data = nbkit.load_recording("cot-depth-attention").data
     row = next(row for row in data["rows"] if row["group"] == "descent" and row["setting"]["tau"] == 2.0)

@@ -99,7 +99,7 @@ RECIPES: dict[str, Recipe] = {
             ("recordings/cot-depth-attention", "models/cot-lsa"), 3, "nbkit.recipes.cot_attention:run_attention",
         ),
         Recipe(
-            "cot-depth-softmax", "error by chain-of-thought depth of small softmax transformers", ("recordings/cot-depth-softmax",), 8,
+            "cot-depth-softmax", "error by chain-of-thought depth of small softmax transformers", ("recordings/cot-depth-softmax",), 5,
             "nbkit.recipes.cot_attention:run_softmax",
         ),
     )
