@@ -116,6 +116,7 @@ def smol_part(job: dict) -> dict | list:
     return out | {"seconds": round(time.perf_counter() - start, 1)}
 
 
+@torch.no_grad()
 def part_drift(drafter, texts: dict) -> dict:
     """Accuracy and states by depth on sampled answers, attention beside its control, sinks of the drafter's heads."""
     held, prompt = texts["sampled"], drift_rollouts.PROMPT

@@ -16,10 +16,15 @@ Format of the recordings (JSON; a list of lists "P x K" holds one row a prompt a
     ``noise`` (pre and post at ttt 2 and 4): {path: {alpha: tau (P,)}}.
     The small target's greedy text loops early, so here ``tau`` and ``rates`` (P x 12) start in sampled text and the target's greedy continuation of
     each start decides; no ``first_repeat`` then. This and further keys: nbkit/recipes/drift_eval.py.
-``drift-smollm2`` (real target: SmolLM2-135M-Instruct)
-    the same keys with cells ``pre`` and ``post`` and: ``templates`` {name: {variant: {"tau": (P,), "rates": P x 8}}}; ``template_first_repeat``;
-    ``long`` {setting: {variant: {"tau": (P',), "accuracy": P' x 5}}} with settings ``full``, ``window``, ``window+sink``; ``drafter_sinks`` (heads,)
-    with ``drafter_sink_mass`` for each cell; ``speculative``: one dict a prompt and variant (equal, rounds, accepted, seconds, plain_seconds).
+``drift-smollm2`` (real target: SmolLM2-135M-Instruct; one seed, so intervals are over prompts alone)
+    the same keys with ``prompts`` 32, ``depth`` 12, cells ``pre`` and ``post``, ``tau`` and ``rates`` P x 8 over greedy answers. Rows of ``accuracy``,
+    ``rms``, ``cos``, ``update`` are 48 sampled answers, ``drift_rows`` (indices into these) the rows of ``drift``, answers long enough for every start.
+    And: ``documents`` (64,) of the held-out prompts (greedy row p is document p; sampled row i is document i + 1 + i // 3), ``aux_rms_first_token``;
+    ``template_first_repeat``, ``long_first_repeat``: index where a text ends or starts to repeat 8 tokens, chains count before it alone; in cells
+    ``templates`` {name: {"tau": (P,), "rates": P x 8, "starts": (P,)}}, ``coverage`` {name: share of the answers' tokens in the draft vocabulary},
+    ``noise`` for the first 24 prompts, ``long`` {"full" | "window" | "window+sink": {"tau", "rates" 24 x 5, "starts"}} (windows of 256, sink of 4),
+    ``drafter_sinks`` and ``drafter_sink_mass`` (heads,), ``fused_rms`` (48,); and ``speculative``: one dict a prompt and variant (equal, rounds,
+    accepted, tau_without_bonus, seconds, plain_seconds, draft_seconds).
 
 Step 1 of a chain reads a true feature and is therefore a prefill query: what drafting changes begins at step 2.
 """
@@ -247,7 +252,7 @@ def scaled_stream(feats: Tensor, factor: float) -> Tensor:
 def numbers(value: Tensor, digits: int = 4) -> list:
     """A tensor as JSON values; NaN becomes None."""
     if value.ndim == 0:
-        number = float(value)
+        number = value.item()
         return None if number != number else round(number, digits)
     return [numbers(part, digits) for part in value]
 
