@@ -17,8 +17,8 @@ Format of the recordings (JSON; a list of lists "P x K" holds one row a prompt a
     The small target's greedy text loops early, so here ``tau`` and ``rates`` (P x 12) start in sampled text and the target's greedy continuation of
     each start decides; no ``first_repeat`` then. This and further keys: nbkit/recipes/drift_eval.py.
 ``drift-smollm2`` (real target: SmolLM2-135M-Instruct; one seed, so intervals are over prompts alone)
-    the same keys with ``prompts`` 32, ``depth`` 12, cells ``pre`` and ``post``, ``tau`` and ``rates`` P x 8 over greedy answers. Rows of ``accuracy``,
-    ``rms``, ``cos``, ``update`` are 48 sampled answers, ``drift_rows`` (indices into these) the rows of ``drift``, answers long enough for every start.
+    the same keys with ``prompts`` 32, ``depth`` 12, cells ``pre`` and ``post``, ``tau`` and ``rates`` P x 8 of greedy answers. Rows of ``accuracy``,
+    ``rms``, ``cos``, ``update`` are 48 sampled answers, ``drift_rows`` (indices into these) the rows of ``drift``: answers that hold every start.
     And: ``documents`` (64,) of the held-out prompts (greedy row p is document p; sampled row i is document i + 1 + i // 3), ``aux_rms_first_token``;
     ``template_first_repeat``, ``long_first_repeat``: index where a text ends or starts to repeat 8 tokens, chains count before it alone; in cells
     ``templates`` {name: {"tau": (P,), "rates": P x 8, "starts": (P,)}}, ``coverage`` {name: share of the answers' tokens in the draft vocabulary},
