@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import nbkit
 from nbkit.agents import Deferring, Eager, LearnedPolicy, Restart
 from nbkit.envs.office import Call, OfficeOps, plan
 from nbkit.errors import InputError
@@ -16,6 +17,7 @@ from nbkit.methods.clarification_timing import (
     AskPolicy,
     EntropyPolicy,
     ForcedInjection,
+    Grid,
     NeverAsk,
     Outcomes,
     Resampling,
@@ -467,6 +469,59 @@ def test_sessions_with_and_without_an_answer(curve, table):
     summary = {row["policy"]: row for row in ask_summary(rows, curve, "eager")}
     assert summary["never"]["asked"].estimate == 0 and math.isnan(summary["never"]["mean"]) and summary["entropy"]["asked"].estimate == 1
     assert window_contrast(rows, curve, "eager", "never", "voi").estimate < 0
+
+
+# ---- recordings ----
+
+
+@pytest.fixture(scope="module")
+def grid():
+    return Grid(nbkit.load_recording("clarify-grid").data)
+
+
+@pytest.mark.parametrize("name", ["eager", "defer", "restart", "learned"])
+def test_recorded_outcomes_are_those_of_the_present_office(grid, learned, name):
+    agent = {"eager": Eager(), "defer": Deferring(), "restart": Restart(), "learned": learned}[name]
+    experiment, variants = ForcedInjection(SUITE, trials=5), {variant.id: variant for variant in SUITE.variants[::4 if name == "learned" else 1]}
+    for arm, fraction, trial in (("inject", 0.5, 0), ("never", math.nan, 4), ("sham", 0.9, 2)):
+        part = grid.table.where(agent=name, arm=arm, trial=trial, **({} if arm == "never" else {"fraction": fraction}))
+        rows = [row for row in part.rows if row["variant"] in variants]
+        assert len(rows) == len(variants)
+        for row in rows:
+            live = experiment.row(agent, variants[row["variant"]], arm=arm, fraction=0.0 if arm == "never" else fraction, trial=trial)
+            assert all(row[key] == live[key] for key in ("passed", "actions", "delivered", "irreversible", "stopped", "oracle_actions", "budget"))
+
+
+def test_swept_settings_contain_the_main_experiment(grid):
+    counted = cells(grid.table, "eager")
+    for arm, fraction, name in (("never", math.nan, "never"), ("inject", 0.9, "inj-0.9"), ("oracle", math.nan, "oracle")):
+        np.testing.assert_allclose(grid.sweep("eager")[name], counted.score(3)[:, counted.at(arm, fraction)])
+    score = counted.score(3)[:, counted.at("inject", 0.9)] - counted.score(3)[:, counted.at("never")]
+    assert grid.sweep_difference("eager", "inj-0.9", "never", n=200).estimate == pytest.approx(score.mean())
+    goal = grid.sweep_difference("eager", "inj-0.9", "never", dimension="goal", n=200)
+    assert goal.estimate == pytest.approx(score[counted.dimension == "goal"].mean())
+
+
+def test_recorded_commitment_and_sessions_have_their_columns(grid):
+    live = commitment(OfficeOps(2), [Eager()], timings=(0.0, 0.5))
+    known = {(row["variant"], row["fraction"]): row for row in grid.commitment if row["agent"] == "eager"}
+    assert all(known[row["variant"], row["fraction"]] == pytest.approx(row) for row in live)
+    assert len(grid.sessions()) == len(grid.sessions(answer=False)) == 300
+
+
+@pytest.mark.parametrize(
+    "call,message",
+    [
+        (lambda g: g.sweep("nobody"), "sweep"),
+        (lambda g: g.sweep("eager", budget=1.23), "sweep"),
+        (lambda g: g.sweep_difference("eager", "inj-0.2", "never"), "difference"),
+        (lambda g: g.sweep_difference("eager", "inj-0.9", "never", dimension="mood"), "difference"),
+        (lambda g: g.choices(), "choice_row"),
+    ],
+)
+def test_parts_that_were_not_recorded(grid, call, message):
+    with pytest.raises(InputError, match=message):
+        call(grid)
 
 
 # ---- wrong input ----
