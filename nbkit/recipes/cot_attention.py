@@ -9,7 +9,7 @@ the first two in cot-depth-attention, the third in cot-depth-softmax:
   or 100 steps or at convergence, against the closed form in the same contexts;
 - ``softmax``: a two-layer softmax transformer of width 64, d = 5, three seeds, chains that start at w = 0 (``zero``); context n = 5, 10, 20 with
   unlimited prompts, and n = 10 with 64 fixed prompts. Planned too, and cut for lack of computing time before any of them ran: 512 fixed prompts, and
-  chains of which six in ten start near the answer (``mixed``).
+  chains of which six in ten start near the answer (``mixed``). When they were cut, most rows of the other cells and two with 64 prompts were known.
 
 Format: ``rows``: a list of {key, group, setting, seconds, loss: (step, loss) pairs, mean and median: error at depth 0..12 over the test prompts,
 sem: standard error of the mean}; linear rows have these three under ``markov`` and ``append``, and ``gamma``: {diagonal, off_diagonal: root mean
@@ -21,8 +21,9 @@ Fixed before any row was computed: ``linear`` follows the reduced model if for e
 the mean curves over depth 1..8 exceeds 0.9 and |log ratio| < 0.35 wherever the reference exceeds 0.01. ``descent`` agrees if at convergence every
 depth up to 8 is within 1 % of the closed form. ``softmax``, zero starts: (shape) for n = 10 with unlimited prompts the best depth is below 12 in all
 three seeds; (context) best depths averaged over seeds do not fall from n = 5 to 10 to 20 and rise overall; (prompts) the same from 64 to unlimited
-prompts (512 in between was planned). Looked at before: a linear layer of seed 0 after 300 steps (follows the reference), and softmax, n = 10,
-unlimited prompts, seed 0, after 600 steps (rises after depth 3 with zero starts, does not rise up to depth 12 with mixed ones).
+prompts (worded for 64, 512 and unlimited at first; 512 left the wording when it was cut). Looked at before: a linear layer of seed 0 after 300
+steps (follows the reference), and softmax, n = 10, unlimited prompts, seed 0, after 600 steps (rises after depth 3 with zero starts, does not
+rise up to depth 12 with mixed ones).
 """
 
 from __future__ import annotations
