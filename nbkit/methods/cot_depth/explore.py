@@ -358,7 +358,8 @@ def _line(x, y, name: str, color: str, *, dash: str = "solid", width: float = 2.
 
 def _note(text: str, x: float) -> dict:
     """A line of text above one of the two plots."""
-    return {"text": text, "xref": "paper", "yref": "paper", "x": x, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "showarrow": False}
+    return {"text": text, "xref": "paper", "yref": "paper", "x": x, "y": 1.02, "xanchor": "left", "yanchor": "bottom", "align": "left",
+            "showarrow": False}
 
 
 def _some(x, y, name: str, color: str, *, above: float = 0.0, **more: Any) -> dict:
