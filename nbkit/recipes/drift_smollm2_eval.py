@@ -39,10 +39,15 @@ def _smol():
     return nbkit.load_model("smollm2-135m")
 
 
+@functools.lru_cache
+def _prompts(tokenizer, count: int) -> tuple:
+    return tuple(drift_rollouts.prompts(tokenizer, "held-out", count))
+
+
 def template_ids(tokenizer, template: str, count: int = GREEDY) -> Tensor:
     """The same held-out prompts in one of four templates, (count, tokens): the words do not change, only what stands around them."""
     rows = []
-    for prompt in drift_rollouts.prompts(tokenizer, "held-out", count):
+    for prompt in _prompts(tokenizer, count):
         trained = drift_rollouts.chat(tokenizer, prompt)
         words = tokenizer(f"{prompt.request}\n\n", add_special_tokens=False)["input_ids"] + prompt.passage
         rows.append({"as trained": trained, "no first token": trained[1:], "no template": trained[:1] + words, "neither": words}[template])
@@ -53,7 +58,7 @@ def long_ids(tokenizer) -> Tensor:
     """The first 24 held-out prompts with passages that go on in the same document until the prompt has 768 tokens."""
     held = {document.id: document.ids for kind in ("prose", "code") for document in nbkit.load_text(kind, split="held-out", tokenizer=tokenizer)}
     rows = []
-    for prompt in drift_rollouts.prompts(tokenizer, "held-out", LONG):
+    for prompt in _prompts(tokenizer, LONG):
         around = len(drift_rollouts.chat(tokenizer, drift_rollouts.Prompt("", prompt.request, [])))
         passage = held[prompt.document][: LONG_PROMPT - around].tolist()
         rows.append(drift_rollouts.chat(tokenizer, drift_rollouts.Prompt(prompt.document, prompt.request, passage)))
@@ -116,6 +121,16 @@ def smol_part(job: dict) -> dict | list:
     return out | {"seconds": round(time.perf_counter() - start, 1)}
 
 
+def part_key(job: dict) -> list:
+    """What names a part in the file of finished ones."""
+    return [job["variant"], job["part"]]
+
+
+def speculative_key(job: dict) -> list:
+    """What names a try in the file of finished ones."""
+    return [job["variant"], job["prompt"]]
+
+
 @torch.no_grad()
 def part_drift(drafter, texts: dict) -> dict:
     """Accuracy and states by depth on sampled answers, attention beside its control, sinks of the drafter's heads."""
@@ -174,7 +189,7 @@ def speculative_row(job: dict) -> dict:
 
     model, tokenizer = _smol()
     drafter = nbkit.load_model(f"drift-smollm2-{job['variant']}").model.float().bind(model)
-    ids = template_ids(tokenizer, "as trained", 2 * job["prompt"] + 2)[job["prompt"] :][:1]
+    ids = template_ids(tokenizer, "as trained")[job["prompt"]][None]
     start = time.perf_counter()
     plain = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=job["tokens"], do_sample=False)
     middle = time.perf_counter()
@@ -203,18 +218,16 @@ def run_smol(work_dir: Path, out_dir: Path, log: Callable[[str], None], *, varia
     make_texts(work_dir, log)
     texts = _texts(str(work_dir))
     jobs = [{"work": str(work_dir), "variant": variant, "part": part} for part in PARTS for variant in variants]
-    key = lambda job: [job["variant"], job["part"]]  # noqa: E731 (an argument below)
-    rows = parallel.map(smol_part, jobs, executor="serial", key=key, resume=work_dir / "parts.jsonl", progress=False)
+    rows = parallel.map(smol_part, jobs, executor="serial", key=part_key, resume=work_dir / "parts.jsonl", progress=False)
     cells = {v: {"variant": v, "ttt": drift_train.SMOL_DEPTH, "seed": 0} for v in variants}
     for job, row in zip(jobs, rows, strict=True):
         cells[job["variant"]] |= {name: value for name, value in row.items() if name != "seconds"}
     tries = [{"variant": v, "prompt": p, "tokens": 40, "depth": 4} for p in range(6) for v in variants]
     spoken = parallel.map(
-        speculative_row, tries, executor="serial", key=lambda job: [job["variant"], job["prompt"]], resume=work_dir / "speculative.jsonl",
-        progress=False,
+        speculative_row, tries, executor="serial", key=speculative_key, resume=work_dir / "speculative.jsonl", progress=False,
     )
     (facts,) = parallel.map(target_facts, [{"work": str(work_dir)}], executor="serial", resume=work_dir / "target.jsonl", progress=False)
-    prompts = drift_rollouts.prompts(_smol().tokenizer, "held-out", drift_rollouts.ROWS)
+    prompts = _prompts(_smol().tokenizer, drift_rollouts.ROWS)
     save_recording(
         "drift-smollm2",
         {
