@@ -266,12 +266,12 @@ def describe_best(result: Mapping) -> str:
 def eigenvalue_view(alpha: float, tau: float, noise: float = 0.0, *, step: float = 1.0, d: int = 150, seed: int = 0) -> dict[str, Any]:
     """Law of the context's eigenvalues with the factor a(L) that one mean step applies, and the eigenvalues of one sampled step M.
 
-    Returns: ``grid``, ``density``, ``factor`` (200,); ``real``, ``imaginary`` (d,) of M; ``edge_real``, ``edge_imaginary``: closed curve around the
+    Returns: ``grid``, ``density``, ``factor`` (120,); ``real``, ``imaginary`` (d,) of M; ``edge_real``, ``edge_imaginary``: closed curve around the
     region that they fill in the limit; ``radius``: its largest distance from 0, sqrt(Lambda); ``outside``: how many lie outside the unit circle.
     """
     theory = CoTDepthTheory(alpha, tau, noise, step=step, nodes=200)
     low, high = edges(alpha)
-    grid = np.linspace(max(0.0, low - 0.05 * (high - low)), high + 0.05 * (high - low), 200)
+    grid = np.linspace(max(0.0, low - 0.05 * (high - low)), high + 0.05 * (high - low), 120)
     found = _eigenvalues(alpha, tau, noise, step, d, seed)
     real, imaginary = _edge(theory)
     return {
@@ -289,7 +289,7 @@ def _eigenvalues(alpha: float, tau: float, noise: float, step: float, d: int, se
 def _edge(theory: CoTDepthTheory) -> tuple[np.ndarray, np.ndarray]:
     """The curve nu * mean of L^2 / |z - a(L)|^2 = 1: the random part of M fills its inside with eigenvalues."""
     rate, (values, weights) = theory.rate(), theory.spectrum()
-    x = np.linspace(-math.sqrt(rate.minus), math.sqrt(rate.plus), 121)[1:-1]
+    x = np.linspace(-math.sqrt(rate.minus), math.sqrt(rate.plus), 61)[1:-1]
     gap, weight = (x[:, None] - (1 - theory.gain * values)) ** 2, theory.spread * weights * values**2
     low, high = np.zeros_like(x), np.full_like(x, math.sqrt(weight.sum()))
     for _ in range(30):
