@@ -207,6 +207,24 @@ def test_choices_go_back_only_when_the_word_changes(tiny):
     assert [call for call, _ in run.trace[at + 1 :]] == [step.call for step in steps[back:]] and run.row["passed"] and run.row["absorbed"] == 1
 
 
+def test_a_model_that_does_not_listen_stays_wrong(tiny):
+    """The skeleton hands the stated word to nobody: what was told has an effect only through the model's own choice."""
+    variant = SUITE.variants[0]
+    wrong = next(word for word in variant.options if word != variant.answer)
+
+    class Deaf(HFChoiceAgent):
+        def choice(self):
+            scores = np.array([float(word == wrong) for word in variant.options])
+            return Choice(variant.options, scores, scores, None, np.ones(len(scores)))
+
+    experiment = ForcedInjection(SUITE, budget=2)
+    for arm, fraction in (("inject", 0.1), ("inject", 0.5), ("oracle", 0.0)):
+        run = experiment.episode(Deaf(*tiny), variant, arm=arm, fraction=fraction)
+        calls = [call for call, _ in run.trace if call.name != "verify"]
+        assert calls == [step.call for step in plan(variant, wrong)] and not run.row["passed"]
+        assert run.row["absorbed"] == (0 if arm == "inject" else -1)
+
+
 def test_recorded_language_model_answers_live_as_recorded():
     """Recorded in bfloat16, answered here in float32: the same choices, entropies within what rounding does to them."""
     data = nbkit.load_recording("clarify-smollm2").data
@@ -215,8 +233,8 @@ def test_recorded_language_model_answers_live_as_recorded():
     experiment = ForcedInjection(SUITE, trials=3, sham=False)
     variant = SUITE.variants[5]
     for arm, fraction in (("never", math.nan), ("inject", 0.5)):
-        row = experiment.row(agent, variant, arm=arm, fraction=0.5, trial=1)
-        here = (recorded["variant"] == variant.id) & (recorded["arm"] == arm) & (recorded["trial"] == 1)
+        row = experiment.row(agent, variant, arm=arm, fraction=0.5, trial=0)
+        here = (recorded["variant"] == variant.id) & (recorded["arm"] == arm) & (recorded["trial"] == 0)
         here &= True if arm == "never" else np.isclose(recorded["fraction"], fraction)
         (at,) = np.flatnonzero(here)
         assert all(recorded[name][at] == row[name] for name in ("passed", "actions", "absorbed", "oracle_actions", "stopped"))
