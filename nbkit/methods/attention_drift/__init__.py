@@ -18,7 +18,7 @@ from .features import Features, coverage, frequent_tokens, target_features
 from .files import load_drafter, write_checkpoint
 from .fit import Batch, FitResult, fit_drafter, ttt_loss
 from .intervention import Intervention, rms
-from .report import by_step, drift_report
+from .report import PAPER, by_step, drift_report
 from .speculative import Acceptance, SpeculativeOutput, acceptance, reject, speculative_generate
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "FitResult",
     "Intervention",
     "MTPHead",
+    "PAPER",
     "SpeculativeOutput",
     "StepOutput",
     "acceptance",

@@ -119,3 +119,62 @@ def _greedy(model, token: Tensor, count: int, cache: DynamicCache) -> Tensor:
         out.append(model(out[-1], cache=cache, use_cache=True).logits[:, -1:].argmax(-1))
     cache.crop(min(0, 1 - count))
     return torch.cat(out, 1)
+
+
+PAPER: dict[str, dict[str, str]] = {
+    "C1": {
+        "statement": "along the chain attention moves from the sink to recent drafted tokens",
+        "paper": "Llama-3.1-8B, step 1 to 8: sink 0.46 to 0.08, recent 0.14 to 0.31",
+    },
+    "C2": {
+        "statement": "in MTP heads the move comes as one jump, then nothing",
+        "paper": "Qwen3.5-9B: sink 10-12 % before drafting, 4-5 % right after; recent 30-35 % to 40-45 %, then flat",
+    },
+    "C3": {
+        "statement": "the drafter's state grows with every step (pre-norm)",
+        "paper": "magnitude at step 1/2/3/8: Llama-8B 3.92/4.87/5.86/14.02, gpt-oss-120B 497/511/537/647",
+    },
+    "C4": {
+        "statement": "the target's streams are unbalanced and the top one dominates what is fused",
+        "paper": "magnitude low/middle/high: Llama-8B 0.56/0.58/0.78, gpt-oss-120B 3/163/1455",
+    },
+    "C5": {
+        "statement": "pre-norm drafters fail beyond their training depth, post-norm ones do not",
+        "paper": "acceptance at step 1/16, trained at depth 2: pre 0.93/0.00, post 0.93/0.53",
+    },
+    "C6": {
+        "statement": "post-norm holds the magnitude and flattens the drift of attention",
+        "paper": "magnitude 1.21 to 1.20, sink 0.11 to 0.10, recent 0.50 to 0.53",
+    },
+    "C7": {
+        "statement": "sink and magnitude are separate faults: a gate removes the sink, not the growth",
+        "paper": "gate: sink 0.03 to 0.02, magnitude 8.41 to 39.07; gate + post: entropy falls to 0.63 nats",
+    },
+    "C8": {
+        "statement": "post-norm tolerates noise in the fed-back state",
+        "paper": "acceptance kept at noise 0.1/0.5/1.0: pre 82/5/0 %, post 99/58/22 %; on embeddings 99/86/64 and 98/93/75 %",
+    },
+    "C9": {
+        "statement": "rescaling the state at inference alone is no cure, least of all for pre-norm",
+        "paper": "acceptance 3.06 to 1.33 (-56 %) pre, 3.15 to 2.09 (-34 %) post",
+    },
+    "C10": {
+        "statement": "post-norm is more robust to another chat template",
+        "paper": "Llama-8B, as trained / neither template nor first token: pre 2.74/1.34, post 2.73/2.59",
+    },
+    "C11": {
+        "statement": "on long prompts full attention fails, a window with the sink rescues, post-norm gains",
+        "paper": "full 0.05 pre, 0.83 post; window 2.43/2.97; window and first token 2.53/2.99",
+    },
+    "C12": {
+        "statement": "on ordinary prompts post-norm gains a little",
+        "paper": "1.10 times on average over seven benchmarks; one slight loss (5.87 to 5.81)",
+    },
+    "C13": {"statement": "post-norm can be trained at a shorter depth", "paper": "training depth 8 to 4 suffices: a third less time"},
+    "C14": {
+        "statement": "the drafter's sink sits where the target's sink is",
+        "paper": "Llama position 0, Qwen position 1, gpt-oss none",
+    },
+}
+"""The paper's claims and numbers by the ids of the notebook. The numbers of the abstract are the paper's; those of its tables and figures are taken
+from public notes of readers, because its body was not open to us."""
