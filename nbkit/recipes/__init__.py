@@ -80,11 +80,11 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "clarify-grid", "success of scripted and learned agents in office jobs by the time a missing fact reaches them",
-            ("recordings/clarify-grid",), 6, "nbkit.recipes.clarify:run_grid",
+            ("recordings/clarify-grid",), 2, "nbkit.recipes.clarify:run_grid",
         ),
         Recipe(
             "clarify-smollm2", "success of SmolLM2-135M in office jobs by the time a missing fact reaches it",
-            ("recordings/clarify-smollm2",), 25, "nbkit.recipes.clarify:run_smollm2",
+            ("recordings/clarify-smollm2",), 11, "nbkit.recipes.clarify:run_smollm2",
         ),
         Recipe(
             "cot-depth-sim", "error by chain-of-thought depth in the reduced model, simulated", ("recordings/cot-depth-sim",), 4,

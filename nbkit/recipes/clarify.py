@@ -14,6 +14,9 @@ C5      share of sessions that ask inside the goal window: entropy policy (theta
 C6      Page's trend test of the wasted share over time, p < .01 for ``eager``; ``defer`` below ``eager`` at every time with paired intervals.
 C7      VOI(t) <= VOI(0)(1 - C(t)), C by intervention: the slack not below zero with its interval at every dimension and time of ``eager``.
 Beside C1: the loss of VOI of a variant rises with its measured commitment (Spearman, lower bound above 0).
+
+Changed later, for lack of processor time and not after a look at these curves: a smaller sweep, SmolLM2 in bfloat16, its log without numbers and
+with three wordings of the question, one a trial.
 """
 
 from __future__ import annotations
@@ -95,7 +98,7 @@ def sweep_cell(setting: dict) -> dict:
 
 
 def run_grid(work_dir: Path, out_dir: Path, log) -> None:
-    """All conditions of the scripted and the learned agents, the sweeps, commitment, sessions; about 4 minutes on one core."""
+    """All conditions of the scripted and the learned agents, the sweeps, commitment, sessions; about 2 minutes on one core."""
     from nbkit import parallel
     from nbkit.envs.office import OfficeOps
     from nbkit.loaders import save_recording
