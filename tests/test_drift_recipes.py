@@ -293,10 +293,11 @@ def test_recorded_smollm2_has_what_its_format_says():
 
 def test_recorded_smollm2_is_what_the_code_measures_today(tmp_path):
     model, tokenizer = smol._smol()
-    ids = smol.template_ids(tokenizer, "as trained", 1)
-    held = smol.greedy_answers(tmp_path / "one.safetensors", ids, 48, 1, lambda line: None)
-    drafter = nbkit.load_model("drift-smollm2-pre").model.float().bind(model)
-    now = smol._tau(drafter, held, depth=smol.DRAFT_DEPTH, answer=48)
-    then = recorded()["cells"][0]["templates"]["as trained"]
-    # The recorded answer is twice as long; its figure over all starts is near the one over the first half.
-    assert now["starts"][0] > 0 and then["starts"][0] >= now["starts"][0]
+    # One prompt of 32: its greedy answer is made again, and the drafters are measured on it again.
+    held = smol.greedy_answers(tmp_path / "one.safetensors", smol.template_ids(tokenizer, "as trained", 1), smol.ANSWER, 1, lambda line: None)
+    for cell in recorded()["cells"]:
+        drafter = nbkit.load_model(f"drift-smollm2-{cell['variant']}").model.float().bind(model)
+        now, then = smol._tau(drafter, held, depth=smol.DRAFT_DEPTH, answer=smol.ANSWER), cell["templates"]["as trained"]
+        assert now["starts"][0] == then["starts"][0]
+        # Two of some forty chains may fall the other way, since sums of a batch of one are rounded otherwise.
+        assert now["tau"][0] == pytest.approx(then["tau"][0], abs=2 / now["starts"][0] + 1e-4)
