@@ -160,7 +160,7 @@ def test_bars_by_template_take_the_place_of_accuracy(material):
     _, drafters, rows = material
     texts = explore.Texts(*rows, at=40, words=word, depth=12)
     bars = {v: {"as trained": (1.0, 0.8, 1.2), "neither": (0.5, 0.4, 0.6)} for v in ("pre", "post")}
-    view = explore.chain_view(texts, drafters["pre"], 0, 4, drift.Intervention(), live_accuracy=False, beside={"bars": bars, "label": "template"})
+    view = explore.chain_view(texts, drafters["pre"], 0, 4, drift.Intervention(), live_accuracy=False, beside={"bars": bars})
     shown = [trace for trace in explore.draw_chain(view).data if trace.name in bars]
     assert [list(trace.y) for trace in shown] == [[1.0, 0.5], [1.0, 0.5]]
 

@@ -104,7 +104,7 @@ def chain_view(
 
     Args:
         depth: steps shown. step: whose attention is shown, cut to ``depth``. head: None for the mean over heads. ttt: training depth of the drafter.
-        beside: what the lower left plot shows: ``recorded`` (steps,) accuracy, or ``bars`` {name: (value, low, high)} and ``label``.
+        beside: what the lower left plot shows: ``recorded`` (steps,) accuracy, or ``bars`` {drafter: {template: (value, low, high)}}.
 
     Returns:
         ``rms``, ``cos``, shares ``sink``, ``prompt``, ``recent_text``, ``chain`` and the same with ``control_``, (depth,) each; of one query
@@ -141,7 +141,7 @@ def chain_view(
     if live_accuracy:
         whole, out["starts"] = texts.accuracy(drafter, row, what)
         out["accuracy"] = whole[:depth]
-    return out | {"recorded": np.zeros(0), "bars": {}, "label": ""} | dict(beside or {})
+    return out | {"recorded": np.zeros(0), "bars": {}} | dict(beside or {})
 
 
 def _shares(source: Chain, first: int, head: int | None, depth: int) -> dict[str, np.ndarray]:
@@ -165,8 +165,8 @@ def _layout() -> dict:
 
     left, right = (0, 0.44), (0.58, 1)
     layout = {
-        "height": 980, "barmode": "overlay", "margin": {"t": 40, "b": 120, "l": 66, "r": 60},
-        "legend": {"orientation": "h", "yanchor": "top", "y": -0.075, "x": 0, "yref": "paper"},
+        "height": 990, "barmode": "overlay", "margin": {"t": 40, "b": 140, "l": 66, "r": 60},
+        "legend": {"orientation": "h", "yanchor": "top", "y": -0.085, "x": 0, "yref": "paper"},
         **axes("", (0, 1), (0.77, 1), "key: position in the text (tokens)", "attention weight"),
         **axes("2", left, (0.4, 0.66), "chain step k", "magnitude rms"),
         **axes("3", right, (0.4, 0.66), "chain step k", "share of attention"),
@@ -221,7 +221,7 @@ def draw_chain(result: Mapping) -> Any:
     layout["yaxis5"]["range"] = [len(k) + 0.6, 0.4]
     layout["yaxis2"]["range"] = [0, 1.1 * float(max(result["rms"].max(), result["control_rms"].max()))]
     if result["bars"]:
-        layout["xaxis4"] |= {"type": "category", "title": {"text": result["label"]}}
+        layout["xaxis4"] |= {"type": "category", "title": {"text": ""}}
         layout["yaxis4"] = layout["yaxis4"] | {"title": {"text": "accepted (no bonus)"}, "range": [0, None], "rangemode": "tozero"}
     else:
         layout["xaxis4"]["range"] = [0.7, max(len(k), 2) + 0.3]
