@@ -63,7 +63,7 @@ RECIPES: dict[str, Recipe] = {
             "drift-tiny", "small drafters: variant by training depth by seed", ("models/drift-tiny",), 45, "nbkit.recipes.drift_train:run_tiny",
         ),
         Recipe(
-            "drift-grid", "drift, acceptance, noise and pinning of the small drafters", ("recordings/drift-grid",), 12,
+            "drift-grid", "drift, acceptance, noise and pinning of the small drafters", ("recordings/drift-grid",), 7,
             "nbkit.recipes.drift_eval:run_grid",
         ),
         Recipe(
