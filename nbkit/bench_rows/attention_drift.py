@@ -7,7 +7,7 @@ import time
 
 from nbkit import bench
 
-NEW, DEPTH, PROMPTS = 64, 4, 3
+NEW, DEPTH, PROMPTS = 48, 4, 3
 
 
 @functools.lru_cache(maxsize=1)
