@@ -595,3 +595,15 @@ def test_texts_are_tokenised_and_choose_the_draft_vocabulary():
     drafter = EagleDrafter(DrafterConfig.from_target(target(), draft_vocab=12))
     fit_drafter(drafter, target(), [text, text[:20]], tokenizer=Letters(), steps=2, batch=1, ttt=2)
     assert drafter.vocab_ids.tolist() == frequent_tokens(torch.cat([ids[0], ids[0, :20]]), 12, 50).tolist()
+
+
+def test_a_bound_drafter_refuses_a_target_of_another_vocabulary():
+    def tiny(vocabulary):
+        sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=1)
+        return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, **sizes)).eval()
+
+    model, other, ids = tiny(40), tiny(41), torch.arange(3, 9)
+    drafter = EagleDrafter(DrafterConfig.from_target(model), model)
+    for call in (lambda: speculative_generate(other, drafter, ids), lambda: drift_report(drafter, other, [ids])):
+        with pytest.raises(InputError, match="vocabulary of the target"):
+            call()

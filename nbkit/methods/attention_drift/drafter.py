@@ -119,6 +119,17 @@ class Drafter(nn.Module):
 
         Raises: InputError when hidden size, vocabulary or number of layers do not fit.
         """
+        embed, head = self.check_target(model)
+        bias = getattr(head, "bias", None)
+        self._target = (embed.detach(), head.weight.detach(), None if bias is None else bias.detach())
+        self._slice_head()
+        return self
+
+    def check_target(self, model) -> tuple[Tensor, nn.Module]:
+        """Embedding table and head of ``model``, if it is one that this drafter fits.
+
+        Raises: InputError when hidden size, vocabulary or number of layers do not fit; UnsupportedModelError without a head.
+        """
         embed, head = embedding_of(model), model.get_output_embeddings()
         if head is None:
             raise UnsupportedModelError("target", got="no output embedding", allowed="a causal language model")
@@ -128,10 +139,7 @@ class Drafter(nn.Module):
         if embed.shape[1] != cfg.hidden_size or head.weight.shape[1] != cfg.hidden_size:
             raise InputError("hidden size of the target", got=embed.shape[1], allowed=f"{cfg.hidden_size}, which the drafter was made for")
         check_layers(cfg.aux_layers, model.config.get_text_config().num_hidden_layers)
-        bias = getattr(head, "bias", None)
-        self._target = (embed.detach(), head.weight.detach(), None if bias is None else bias.detach())
-        self._slice_head()
-        return self
+        return embed, head
 
     def use_own(self, *, embed: Tensor | None = None, head: Tensor | None = None) -> None:
         """Read embeddings (vocabulary, d) and head (draft vocabulary, d) from these frozen tables instead of the target's.

@@ -40,12 +40,13 @@ def drift_report(
         as ``prompt_share``), ``fused_rms``, ``correct`` (the target's greedy choice after the tokens read so far), ``accepted`` (all steps up to k
         correct) and, with ``control``, every measure as ``control_...``.
 
-    Raises: InputError for depth 0, no prompts, texts without a tokenizer, or prompts of fewer than two tokens.
+    Raises: InputError for depth 0, no prompts, a drafter of another target, texts without a tokenizer, or prompts of fewer than two tokens.
 
     Source: arXiv 2605.09992 (measures); the control is ours.
     """
     if not isinstance(depth, int) or depth < 1:
         raise InputError("depth", got=depth, allowed=">= 1")
+    drafter.check_target(model)
     rows: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts):
         ids = _ids(prompt, tokenizer, drafter.cfg.vocab_size)

@@ -116,8 +116,8 @@ def speculative_generate(
         eos_token_id: stop there; None takes the generation configuration's, an empty list none at all.
         intervention: what is done to the chain (the output stays exact, only acceptance changes).
 
-    Raises: InputError for depth 0, several prompts, ids outside the vocabulary or temperature <= 0; UnsupportedModelError for a cache that cannot
-        be rolled back.
+    Raises: InputError for depth 0, several prompts, ids outside the vocabulary, a drafter of another target or temperature <= 0;
+        UnsupportedModelError for a cache that cannot be rolled back.
 
     Source: arXiv 2211.17192 (rejection); arXiv 2503.01840 (feature drafting).
     """
@@ -130,6 +130,7 @@ def speculative_generate(
         raise InputError("max_new_tokens", got=max_new_tokens, allowed=">= 1")
     if do_sample and not temperature > 0:
         raise InputError("temperature", got=temperature, allowed="> 0", hint="do_sample=False for greedy decoding")
+    drafter.check_target(model)
     if drafter._target is None:
         drafter.bind(model)
     start, drafting = time.perf_counter(), 0.0
