@@ -6,6 +6,7 @@ sliders of ipywidgets do not. The script has no dependency, so it works without 
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anywidget
@@ -196,13 +197,28 @@ class ControlBar(anywidget.AnyWidget):
     dark = traitlets.Bool(False).tag(sync=True)
 
 
+def _once(script: str) -> str:
+    """The module ``script``, evaluated once a page however many widgets bring it: a string is read far faster than five megabytes of code."""
+    return f"""const source = {json.dumps(script)};
+const shared = (globalThis.nbkitFigure ??= import(URL.createObjectURL(new Blob([source], {{ type: "text/javascript" }}))));
+export default async () => {{
+  const found = (await shared).default;
+  return typeof found === "function" ? await found() : found;
+}};
+"""
+
+
 class LiveFigure(go.FigureWidget):
     """A FigureWidget that reaches the front end whole.
+
+    anywidget gives a widget two seconds to come up, which the fourth copy of plotly's script on a page can miss on a slow machine; here all figures
+    share one.
 
     plotly's own opens its channel first, empty, and sends data and layout afterwards; a front end that is still loading the
     five megabytes of script by then shows empty axes for good. Here nothing is sent before `open()`.
     """
 
+    _esm = _once(str(go.FigureWidget._esm))
     _complete = False
 
     def __init__(self, figure: dict[str, Any], config: dict[str, Any]):
