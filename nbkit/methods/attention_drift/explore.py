@@ -222,7 +222,9 @@ def draw_chain(result: Mapping) -> Any:
     layout["yaxis2"]["range"] = [0, 1.1 * float(max(result["rms"].max(), result["control_rms"].max()))]
     if result["bars"]:
         layout["xaxis4"] |= {"type": "category", "title": {"text": ""}}
-        layout["yaxis4"] = layout["yaxis4"] | {"title": {"text": "accepted (no bonus)"}, "range": [0, None], "rangemode": "tozero"}
+        # A range with an open end is no number to an animated page.
+        top = 1.1 * max(high for values in result["bars"].values() for _, _, high in values.values())
+        layout["yaxis4"] = layout["yaxis4"] | {"title": {"text": "accepted (no bonus)"}, "range": [0, top]}
     else:
         layout["xaxis4"]["range"] = [0.7, max(len(k), 2) + 0.3]
         layout["shapes"] = [{"type": "line", "xref": "x4", "yref": "y4", "x0": result["ttt"] + 0.5, "x1": result["ttt"] + 0.5, "y0": 0, "y1": 1.04,
