@@ -218,7 +218,8 @@ def draw_chain(result: Mapping) -> Any:
         layout[axis]["range"] = [0.7, len(k) + 0.3 if len(k) > 1 else 1.3]
     layout["yaxis"]["range"] = [0, 1.08 * float(weights.max())]
     layout["xaxis"]["range"] = [-1.5, len(weights) + 0.5]
-    layout["yaxis5"]["range"] = [len(k) + 0.6, 0.4]
+    # The same rows at every depth: the exported page cannot animate the range of this axis.
+    layout["yaxis5"]["range"] = [16.6, 0.4]
     layout["yaxis2"]["range"] = [0, 1.1 * float(max(result["rms"].max(), result["control_rms"].max()))]
     if result["bars"]:
         layout["xaxis4"] |= {"type": "category", "title": {"text": ""}}
