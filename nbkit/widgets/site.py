@@ -120,7 +120,8 @@ const keys = (box, slider, say) => {
     event.preventDefault();
     const next = Math.min(last, Math.max(0, to));
     if (next === now) return;
-    Plotly.relayout(box, {"sliders[0].active": next}).then(() => Plotly.animate(box, ...slider.steps[next].args)).then(() => { show(next); say(); });
+    show(next);
+    Plotly.relayout(box, {"sliders[0].active": next}).then(() => Plotly.animate(box, ...slider.steps[next].args)).then(say);
   });
 };
 const near = new IntersectionObserver((entries) => entries.forEach((e) => { if (e.isIntersecting) { near.unobserve(e.target); draw(e.target); } }),

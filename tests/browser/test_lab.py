@@ -138,6 +138,7 @@ def open_offline(browser, path):
         figure.focus()
         page.keyboard.press("Home" if int(figure.get_attribute("aria-valuenow")) else "End")
         page.wait_for_function("([box, old]) => JSON.stringify(box.data) !== old", arg=[box, before], timeout=10_000)
-        assert figure.get_attribute("aria-valuetext") != value and figure.get_attribute("aria-label")
+        page.wait_for_function("([box, old]) => box.getAttribute('aria-valuetext') !== old", arg=[box, value], timeout=10_000)
+        assert figure.get_attribute("aria-label")
     assert watched.errors == [] and all(url.startswith(("file:", "data:", "blob:")) for url in asked), (path.name, watched, asked)
     page.close()
