@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -139,7 +140,7 @@ def test_drawing_has_one_structure(recording):
     kinds = set()
     for allocation in ams.ALLOCATIONS:
         policy = ams.SegmentedPolicy(keep=40, interval=16, recent=8, seg_len=(4, 16), allocation=allocation)
-        figure = ams.draw_inspection(ams.inspect_layer(recording, policy, 0, 1, 0.5))
+        figure = go.Figure(ams.draw_inspection(ams.inspect_layer(recording, policy, 0, 1, 0.5)))
         kinds.add(tuple(trace.type for trace in figure.data))
         assert figure.layout.xaxis4.title.text == "tokens seen" and figure.layout.yaxis.title.text == "share"
     assert kinds == {("bar", "scatter", "scatter", "bar", "bar", "heatmap", "scatter", "scatter")}

@@ -4,6 +4,7 @@ import hashlib
 import math
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 from nbkit.agents import Deferring, Eager, HFChoiceAgent, Restart
@@ -167,7 +168,7 @@ def test_figure_has_one_form_and_shows_every_action():
     forms = set()
     for agent, f, job in (("eager", 0.3, 0), ("defer", 1.0, 7), ("restart", 0.0, 20)):
         view = ct.demand_view(agent, "constraint", f, jobs=2, trials=3, job=job)
-        figure = ct.draw_demand(view)
+        figure = go.Figure(ct.draw_demand(view))
         forms.add(tuple((trace.type, trace.name) for trace in figure.data))
         shown = sum(len(trace.x) for trace in figure.data if trace.name in {label for label, _, _ in ct.MARKS.values()})
         assert shown == sum(len(marks) for marks in view["rows"].values())
@@ -289,7 +290,7 @@ def test_ask_figure_has_one_form(curve, reader):
     forms = set()
     for cost, theta in ((0.0, 0.0), (0.3, 0.5), (1.0, 1.0)):
         view = ct.ask_view(curve, "defer", "constraint", cost, theta, model=reader)
-        forms.add(tuple((trace.type, trace.name) for trace in ct.draw_ask(view).data))
+        forms.add(tuple((trace.type, trace.name) for trace in go.Figure(ct.draw_ask(view)).data))
         assert f"cost of {cost:.2f}" in ct.describe_ask(view)
     assert len(forms) == 1
 

@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 
 import nbkit
@@ -164,7 +165,7 @@ def test_dots_are_a_simulation():
     ids=lambda s: "-".join(f"{v:g}" for v in s.values()),
 )
 def test_every_figure_has_the_same_traces(setting):
-    pictures = [cot.draw_depth(cot.depth_view(**setting, depth=depth, d=d)) for depth, d in ((1, None), (20, 100))]
+    pictures = [go.Figure(cot.draw_depth(cot.depth_view(**setting, depth=depth, d=d))) for depth, d in ((1, None), (20, 100))]
     kinds = [[trace.type for trace in picture.data] for picture in pictures]
     assert kinds[0] == kinds[1] == ["scatter"] * 8 + ["heatmap", "scatter", "scatter"]
     assert not any(trace_problem(trace.to_plotly_json()) for picture in pictures for trace in picture.data)
@@ -219,7 +220,7 @@ def test_best_depth_is_drawn_also_where_there_is_none(table):
         for tau in (table.taus[0], table.taus[-1]):
             for noise in (0.0, 1.0):
                 view = table.view(alpha, tau, noise)
-                figure = cot.draw_best(view)
+                figure = go.Figure(cot.draw_best(view))
                 assert [trace.type for trace in figure.data] == ["scatter"] * 7
                 assert not any(trace_problem(trace.to_plotly_json()) for trace in figure.data)
                 assert f"α = {alpha:g}" in cot.describe_best(view)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 import torch
 
@@ -149,7 +150,7 @@ def test_every_setting_draws_the_same_traces(material):
     for depth, step, head, window in ((1, 1, None, None), (16, 16, 2, 8), (5, 16, 0, None)):
         what = drift.Intervention(window=window, carry_sink=2, noise=0.3)
         view = explore.chain_view(texts, drafters["post"], 0, depth, what, step=step, head=head, beside={"recorded": np.linspace(0.5, 0.1, 16)})
-        figure = explore.draw_chain(view)
+        figure = go.Figure(explore.draw_chain(view))
         kinds.add(tuple(trace.type for trace in figure.data))
         assert not [p for trace in figure.data if (p := trace_problem(trace.to_plotly_json()))]
         assert "bonus token" in explore.describe_chain(view) and "+ 1 bonus token" in figure.layout.annotations[-1].text
@@ -161,7 +162,7 @@ def test_bars_by_template_take_the_place_of_accuracy(material):
     texts = explore.Texts(*rows, at=40, words=word, depth=12)
     bars = {v: {"as trained": (1.0, 0.8, 1.2), "neither": (0.5, 0.4, 0.6)} for v in ("pre", "post")}
     view = explore.chain_view(texts, drafters["pre"], 0, 4, drift.Intervention(), live_accuracy=False, beside={"bars": bars})
-    shown = [trace for trace in explore.draw_chain(view).data if trace.name in bars]
+    shown = [trace for trace in go.Figure(explore.draw_chain(view)).data if trace.name in bars]
     assert [list(trace.y) for trace in shown] == [[1.0, 0.5], [1.0, 0.5]]
 
 

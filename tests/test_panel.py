@@ -34,6 +34,12 @@ def draw(result):
                                 xaxis2={"domain": [0.7, 1]}, yaxis2={"anchor": "x2"})
 
 
+def describe(result):
+    """The same drawing as plain dicts."""
+    figure = draw(result)
+    return {"data": [trace.to_plotly_json() for trace in figure.data], "layout": figure.layout.to_plotly_json()}
+
+
 def make(compute=wave, drawing=draw, **options):
     box = {
         "keep": controls.integer(20, 120, 60, label="Budget", unit="tokens"), "scale": controls.log_number(0.1, 10, 1.0),
@@ -49,9 +55,10 @@ def shown(figure):
     return json.loads(go.Figure(data=[{k: v for k, v in t.to_plotly_json().items() if k != "uid"} for t in figure.data], layout=layout).to_json())
 
 
+@pytest.mark.parametrize("drawing", [draw, describe], ids=["figure", "dicts"])
 @pytest.mark.parametrize("live", [False, True], ids=["plain figure", "widget"])
-def test_in_place_figure_equals_a_fresh_drawing_for_every_setting(live):
-    panel = make()
+def test_in_place_figure_equals_a_fresh_drawing_for_every_setting(live, drawing):
+    panel = make(drawing=drawing)
     if live:
         panel._widget()
     figure, rng = panel.figure, random.Random(1)

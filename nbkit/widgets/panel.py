@@ -46,7 +46,8 @@ _OTHER_TRACES = {"table", "indicator", "image", "sankey", "treemap", "sunburst",
 class Panel:
     """Controls and one live figure for a pure function.
 
-    compute: params -> mapping of arrays, lists and numbers. draw: result -> plotly figure. preview: a cheap compute shown while
+    compute: params -> mapping of arrays, lists and numbers. draw: result -> plotly figure, or {"data": [dicts], "layout": dict}, which
+    spares plotly's checks at every update (those of the first drawing, of what changes and of sweep() remain). preview: a cheap compute shown while
     a control of `slow` (all of them by default) moves; the exact compute then runs in a thread once the value has rested, so it
     must not touch shared state. alt: one sentence that says what the figure shows, or a function from the result to it.
     debounce: a change after a rest is drawn at once; one that follows within this many seconds waits for a rest. vary: the control
@@ -130,7 +131,7 @@ class Panel:
     def draw(self, **params: Any) -> Any:
         """A new figure of a setting (the shown one, with `params` changed), beside the panel; the shown state stays."""
         setting = self._params | {name: self._known(name).check(value, name) for name, value in params.items()}
-        return self._draw(_mapping(self._compute(**setting)))
+        return _figure(self._draw(_mapping(self._compute(**setting))))
 
     def set(self, **params: Any) -> Panel:
         """Change some parameters and update at once; returns the panel.
@@ -184,7 +185,7 @@ class Panel:
                 if self._preview is not None:
                     variants.append(("preview", _mapping(self._preview(**params))))
                 for source, variant in variants:
-                    figure = self._draw(variant)
+                    figure = _figure(self._draw(variant))
                     kinds = _check_figure(figure)
                     form = form or kinds
                     if kinds != form:
@@ -234,7 +235,7 @@ class Panel:
             figure, sentence = self._picture(_mapping(self._compute(**(self._params | {vary: value}))))
             pictures[i] = _Description.of(figure, sentence)
             if i == start:
-                base_figure = figure
+                base_figure = _figure(figure)
         chosen = list(range(len(values)))
         while True:
             texts = [control.text(values[i]) for i in chosen]
@@ -508,13 +509,17 @@ class _Description:
 
     @classmethod
     def of(cls, figure: Any, sentence: str) -> _Description:
-        if not hasattr(figure, "data") or not hasattr(figure, "layout"):
-            raise RunError("draw", got=type(figure).__name__, allowed="a plotly.graph_objects.Figure", hint="return the figure from draw(result)")
-        layout = figure.layout.to_plotly_json()
+        if isinstance(figure, Mapping) and {"data"} <= set(figure) <= {"data", "layout"}:
+            layout, data = dict(figure.get("layout", {})), [dict(trace) for trace in figure["data"]]
+        elif hasattr(figure, "data") and hasattr(figure, "layout"):
+            layout, data = figure.layout.to_plotly_json(), [trace.to_plotly_json() for trace in figure.data]
+        else:
+            raise RunError("draw", got=type(figure).__name__, allowed='a plotly.graph_objects.Figure or {"data": [...], "layout": {...}}',
+                           hint="return the figure from draw(result)")
         layout.pop("template", None)
         # A constant uirevision keeps the reader's zoom through updates.
         layout |= {"meta": {"alt": sentence}, "uirevision": "nbkit"}
-        return cls([trace.to_plotly_json() for trace in figure.data], layout)
+        return cls(data, layout)
 
     def kinds(self) -> list[str]:
         return [trace.get("type", "scatter") for trace in self.data]
@@ -524,6 +529,15 @@ class _Description:
             raise RunError("draw changed the traces of the figure", got=self.kinds(),
                            allowed=f"the same number and kinds for every result: {other.kinds()}",
                            hint='draw an empty trace with meta="may be empty" instead of leaving it out')
+
+
+def _figure(drawn: Any) -> Any:
+    """What draw returned, as a figure that plotly has checked."""
+    if not isinstance(drawn, Mapping):
+        return drawn
+    import plotly.graph_objects as go
+
+    return go.Figure(dict(drawn))
 
 
 def _fits(function: Callable, controls: Mapping[str, Control]) -> None:

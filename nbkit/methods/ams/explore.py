@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -136,10 +137,8 @@ def _layout() -> dict:
     return layout
 
 
-def draw_inspection(result: Mapping) -> object:
+def draw_inspection(result: Mapping) -> dict[str, Any]:
     """Four stacked plots over one axis of positions: mass with segments, quota and entries, the raster of all events, wipe-out and overlap."""
-    import plotly.graph_objects as go
-
     blue, orange, green, purple, sand, clear = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#F0C9A0", "rgba(0,0,0,0)"
     width = result["end"] - result["start"]
     middle = result["start"] + width / 2
@@ -234,7 +233,7 @@ def draw_inspection(result: Mapping) -> object:
     for axis in ("xaxis", "xaxis2", "xaxis3", "xaxis4"):
         layout[axis]["range"] = [0, tokens]
     layout["yaxis"]["range"] = [-0.12 * height, 1.02 * height]
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def describe_inspection(result: Mapping) -> str:

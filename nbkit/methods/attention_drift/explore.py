@@ -184,10 +184,8 @@ def _layout() -> dict:
     return layout
 
 
-def draw_chain(result: Mapping) -> Any:
+def draw_chain(result: Mapping) -> dict[str, Any]:
     """Attention of one step over the text; magnitude and cosine; shares beside the control; accuracy (or bars); the verification trace."""
-    import plotly.graph_objects as go
-
     k, weights, kind = result["k"], result["weights"], result["kind"]
     one, two, three, four, five = ({"xaxis": "x" + n, "yaxis": "y" + n} for n in ("", "2", "3", "4", "5"))
     at, letters = np.arange(len(weights)), np.array(result["letters"], dtype=object)
@@ -231,7 +229,7 @@ def draw_chain(result: Mapping) -> Any:
         layout["shapes"] = [{"type": "line", "xref": "x4", "yref": "y4", "x0": result["ttt"] + 0.5, "x1": result["ttt"] + 0.5, "y0": 0, "y1": 1.04,
                              "line": {"color": GREY, "dash": "dashdot", "width": 2}, "visible": bool(result["ttt"] <= len(k))}]
     layout["annotations"] = _titles(result)
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def _line(x, y, name: str, color: str, dash: str, symbol: str | None) -> dict:

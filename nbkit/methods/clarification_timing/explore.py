@@ -176,10 +176,8 @@ def _demand_layout() -> dict:
     return layout
 
 
-def draw_demand(result: Mapping[str, Any]) -> Any:
+def draw_demand(result: Mapping[str, Any]) -> dict[str, Any]:
     """Two plots: success by time of the message with its interval, levels, sham and bound; three runs of one job, action by action."""
-    import plotly.graph_objects as go
-
     times, top, bottom = result["times"], {"xaxis": "x", "yaxis": "y"}, {"xaxis": "x2", "yaxis": "y2"}
 
     def line(name: str, x: Any, y: Any, color: str, dash: str, **more: Any) -> dict:
@@ -216,7 +214,7 @@ def draw_demand(result: Mapping[str, Any]) -> Any:
     head = f"{result['agent']} ({result['kind']}), {result['dimension']} missing; {result['played']}"
     for note, text in zip(layout["annotations"], (head, f"the {result['job']} job; missing: {result['segment']}")):
         note["text"], note["x"], note["xanchor"] = text, 0, "left"
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def describe_demand(result: Mapping[str, Any]) -> str:
@@ -298,10 +296,8 @@ def _ask_layout() -> dict:
     return layout
 
 
-def draw_ask(result: Mapping[str, Any]) -> Any:
+def draw_ask(result: Mapping[str, Any]) -> dict[str, Any]:
     """Value over time with the price of a question, ask or wait at every time, and when sessions first ask over the optimal window."""
-    import plotly.graph_objects as go
-
     grid, times, clear = result["grid"], result["timings"], "rgba(0,0,0,0)"
     one, two, three = ({"xaxis": f"x{n}", "yaxis": f"y{n}"} for n in ("", "2", "3"))
     window = np.where(result["inside"], 1.0, np.nan)
@@ -328,7 +324,7 @@ def draw_ask(result: Mapping[str, Any]) -> Any:
     layout["yaxis"]["range"] = [min(-0.05, float(np.nanmin(result["low"]))), 1.08 * high]
     layout["yaxis"]["title"]["text"] = f"gain in pass@{result['k']}"
     layout["paper_bgcolor"] = clear
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def describe_ask(result: Mapping[str, Any]) -> str:

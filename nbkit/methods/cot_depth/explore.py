@@ -117,10 +117,8 @@ def _depth_layout() -> dict:
 _REGIMES = [[0, "#00416a"], [0.333, "#9ccbe8"], [0.334, "#00553f"], [0.666, "#9edcc6"], [0.667, "#fbd3b4"], [1, "#8a3c00"]]
 
 
-def draw_depth(result: Mapping) -> Any:
+def draw_depth(result: Mapping) -> dict[str, Any]:
     """Error against depth with its baselines and dots on the left, phase diagram with the cursor on the right."""
-    import plotly.graph_objects as go
-
     depths, dots, last = result["depths"], result["dots"], int(result["depths"][-1])
     low = max(1e-6, 0.5 * min(result["error"].min(), result["unlimited"].min(), _positive(result["ridge"], 1.0)))
     high = min(1e6, max(2.0, 2 * result["error"].max()))
@@ -152,7 +150,7 @@ def draw_depth(result: Mapping) -> Any:
     layout["yaxis"] = layout["yaxis"] | {"range": [math.log10(low), math.log10(high)]}
     layout["xaxis"] = layout["xaxis"] | {"range": [-0.3, last + 0.3]}
     layout["annotations"] = [_note(_badge(result), 0), _note("<b>blue</b> exponential<br><b>green</b> saturation, <b>orange</b> overthinking", 0.6)]
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def _badge(result: Mapping) -> str:
@@ -224,10 +222,8 @@ def _best_layout() -> dict:
     }
 
 
-def draw_best(result: Mapping) -> Any:
+def draw_best(result: Mapping) -> dict[str, Any]:
     """Best depth against tau (left) and against noise (right) on logarithmic axes."""
-    import plotly.graph_objects as go
-
     right = {"xaxis": "x2", "yaxis": "y2"}
     here, points = result["here"], {"mode": "lines+markers"}
     star = {"mode": "markers", "marker": {"symbol": "star", "size": 16, "color": ORANGE}}
@@ -242,7 +238,7 @@ def draw_best(result: Mapping) -> Any:
     ]
     layout = copy.copy(_best_layout())
     layout["annotations"] = [_note(f"<b>{_best_text(result)}</b>", 0), _note(_best_setting(result), 0.56)]
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def _best_text(result: Mapping) -> str:
@@ -316,10 +312,8 @@ def _eigen_layout() -> dict:
 _ANGLES = np.linspace(0, 2 * np.pi, 121)
 
 
-def draw_eigenvalues(result: Mapping) -> Any:
+def draw_eigenvalues(result: Mapping) -> dict[str, Any]:
     """Density and a(L) on the left; eigenvalues of one sampled step, the edge of their region and the unit circle on the right."""
-    import plotly.graph_objects as go
-
     right = {"xaxis": "x2", "yaxis": "y2"}
     data = [
         _line(result["grid"], result["density"], "density of L", BLUE, fill="tozeroy", fillcolor="rgba(0,114,178,0.18)"),
@@ -337,7 +331,7 @@ def draw_eigenvalues(result: Mapping) -> Any:
     layout["annotations"] = [
         _note(f"α = {result['alpha']:g}{atom}", 0), _note(f"<b>Λ = {result['rate']:.3f}</b>, {result['outside']} outside 1", 0.62)
     ]
-    return go.Figure({"data": data, "layout": layout})
+    return {"data": data, "layout": layout}
 
 
 def describe_eigenvalues(result: Mapping) -> str:
