@@ -188,7 +188,7 @@ def test_forced_backend_that_cannot_run_raises(monkeypatch):
 
 
 def test_unknown_names(monkeypatch):
-    with pytest.raises(InputError, match="allowed gather_rows, segment_topk, sparse_attention, window_evidence"):
+    with pytest.raises(InputError, match="allowed gather_rows, head_profile, segment_topk, sparse_attention, window_evidence"):
         kernels.get("top_k")
     with pytest.raises(InputError, match="reference, torch, triton"):
         kernels.segment_topk(*topk_args(), backend="cuda")

@@ -10,11 +10,12 @@ function below; the contract suite in tests/test_kernels.py then covers it.
 
 from nbkit.kernels._registry import Example, Explanation, Op, Program, choices, explain, get, ops, register
 from nbkit.kernels.gather_rows import gather_rows
+from nbkit.kernels.head_profile import HeadProfile, head_profile
 from nbkit.kernels.segment_topk import segment_topk
 from nbkit.kernels.sparse_attention import sparse_attention
 from nbkit.kernels.window_evidence import window_evidence
 
 __all__ = [
-    "Example", "Explanation", "Op", "Program", "choices", "explain", "gather_rows", "get", "ops", "register", "segment_topk",
-    "sparse_attention", "window_evidence",
+    "Example", "Explanation", "HeadProfile", "Op", "Program", "choices", "explain", "gather_rows", "get", "head_profile", "ops", "register",
+    "segment_topk", "sparse_attention", "window_evidence",
 ]

@@ -159,7 +159,7 @@ def ops() -> tuple[str, ...]:
     """Names of all registered operations, sorted.
 
     >>> ops()
-    ('gather_rows', 'segment_topk', 'sparse_attention', 'window_evidence')
+    ('gather_rows', 'head_profile', 'segment_topk', 'sparse_attention', 'window_evidence')
     """
     return tuple(sorted(_OPS))
 
