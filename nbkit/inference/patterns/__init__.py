@@ -1,5 +1,11 @@
 """Sparse attention patterns for reading a prompt: one description, one density, and every published rule as a pure function."""
 
+from nbkit.inference.patterns.dynamic import block_topk, flex_prefill, root_js_divergence, x_attention
 from nbkit.inference.patterns.pattern import Pattern, causal_pairs, mix
+from nbkit.inference.patterns.probe import coverage, probe_attention, probe_sums, top_slots
+from nbkit.inference.patterns.static import a_shape, dense, equal_choices, tri_shape, triangle_mix, vertical_slash
 
-__all__ = ["Pattern", "causal_pairs", "mix"]
+__all__ = [
+    "Pattern", "a_shape", "block_topk", "causal_pairs", "coverage", "dense", "equal_choices", "flex_prefill", "mix", "probe_attention", "probe_sums",
+    "root_js_divergence", "top_slots", "tri_shape", "triangle_mix", "vertical_slash", "x_attention",
+]
