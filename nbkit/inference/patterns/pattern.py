@@ -199,9 +199,7 @@ class Pattern:
         place = torch.arange(first, first + sparse, device=device)
         total = causal_pairs(rows, keys) - causal_pairs(sparse, first + sparse) + (place + 1).clamp(max=window).sum()
         total = total.expand(heads).clone()
-        columns = torch.zeros(heads, keys, dtype=torch.bool, device=device)
-        if self.columns is not None:
-            columns |= _present(self.columns, keys)
+        columns = torch.zeros(1, keys, dtype=torch.bool, device=device) if self.columns is None else _present(self.columns, keys).clone()
         columns[:, : self.sinks] = True
         # before[:, x] = columns at 0..x-1, so a row at p reads before[:, p - window + 1] columns outside its window.
         before = torch.nn.functional.pad(columns.long().cumsum(1), (1, 0))

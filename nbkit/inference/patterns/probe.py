@@ -22,7 +22,8 @@ def shape_of(q: Tensor, k: Tensor, *, square: bool = False) -> tuple[int, int, i
             raise InputError(name, got=got, allowed="a float tensor (1, heads, tokens, head_dim)")
         if x.shape[0] != 1:
             raise InputError(name, got=f"batch {x.shape[0]}", allowed="one prompt at a time", hint="loop over the prompts of the batch")
-        if not bool(torch.isfinite(x).all()):
+        # One pass over the values: a NaN or an infinity makes the sum not finite.
+        if not math.isfinite(float(x.detach().sum(dtype=torch.float32))):
             raise InputError(name, got="NaN or infinite values", allowed="finite values")
     heads, rows, keys = q.shape[1], q.shape[2], k.shape[2]
     if heads % k.shape[1] or q.shape[3] != k.shape[3]:
