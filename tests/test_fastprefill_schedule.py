@@ -25,8 +25,11 @@ from nbkit.methods.fastprefill.cost import (
     prefill_macs,
     schedule_macs,
 )
-from nbkit.methods.fastprefill.optimise import Planner, best_one_shot, refine, surrogate
+from nbkit.methods.fastprefill.fitprune import fit_fitprune, fitprune_counts
+from nbkit.methods.fastprefill.optimise import FORBIDDEN, Planner, best_one_shot, refine, surrogate
+from nbkit.methods.fastprefill.report import PAPER, Grid, Timing, frontier
 from nbkit.methods.fastprefill.schedule import PruneSchedule, match_cost
+from nbkit.methods.fastprefill.sensitivity import SensitivityTable, default_layers, monotone
 
 SMOL = ModelShape(30, 576, 9, 3, 64, 1536, 49152)
 exact = settings(deadline=None, max_examples=40, derandomize=True, database=None)
@@ -348,3 +351,173 @@ def test_budgets_below_the_cheapest_schedule_say_what_is_possible():
     for call in (lambda: planner.solve(0.5), lambda: planner.lagrangian(0.5), lambda: best_one_shot(planner, 0.5)):
         with pytest.raises(RunError, match="that cheap"):
             call()
+
+
+# ---- the table ----
+
+
+@exact
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 6))
+def test_smoothing_is_monotone_and_leaves_monotone_tables_alone(seed, layers, rates):
+    rng = np.random.default_rng(seed)
+    fitted = monotone(rng.normal(size=(layers, rates)))
+    assert (np.diff(fitted, axis=0) <= 1e-9).all() and (np.diff(fitted, axis=1) <= 1e-6).all()
+    falling = -np.cumsum(np.cumsum(rng.exponential(size=(layers, rates)), 0), 1)
+    assert np.allclose(monotone(falling), falling)
+
+
+def test_smoothing_in_one_line_is_isotonic_regression():
+    from scipy.optimize import isotonic_regression
+
+    line = np.array([3.0, 1.0, 2.0, 2.5, 0.0])
+    assert np.allclose(monotone(line[:, None])[:, 0], isotonic_regression(line, increasing=False).x)
+    # The projection is at least as close as any other monotone table, for example the constant one.
+    noisy = np.random.default_rng(0).normal(size=(5, 4)) - np.add.outer(np.arange(5), np.arange(4)) / 3
+    assert ((monotone(noisy) - noisy) ** 2).sum() <= ((noisy.mean() - noisy) ** 2).sum()
+
+
+def table(seed=0, prompts=("needle", "needle", "code", "qa")):
+    rng = np.random.default_rng(seed)
+    return SensitivityTable((2, 5, 8), (0.1, 0.3, 0.6), rng.exponential(size=(len(prompts), 3, 3)), prompts, tuple(i % 2 for i in range(len(prompts))))
+
+
+def test_the_mean_weighs_tasks_equally_and_choices_are_those_asked_for():
+    t = table()
+    per_task = [t.losses[:2].mean(0), t.losses[2], t.losses[3]]
+    assert np.allclose(t.mean(), np.mean(per_task, 0)) and np.allclose(t.mean(kinds=["code"]), t.losses[2])
+    assert np.allclose(t.mean(kinds=["needle"], draw=1), t.losses[1]) and t.by_kind()[0] == ("needle", "code", "qa")
+    smooth, change = t.smooth(kinds=["code"])
+    assert change == pytest.approx(np.abs(smooth - t.losses[2]).mean()) and (smooth >= 0).all()
+    again = SensitivityTable.from_dict(json.loads(json.dumps(t.as_dict())))
+    assert np.allclose(again.losses, t.losses, atol=1e-5) and again.kinds == t.kinds and again.draws == t.draws
+
+
+def test_the_planners_table_interpolates_layers_and_forbids_drops_before_the_first():
+    t = table()
+    smooth = t.smooth()[0]
+    full, rates = t.spread(smooth, 10)
+    assert full.shape == (10, 4) and rates == (0.1, 0.3, 0.6, 1.0)
+    assert np.allclose(full[5, :3], smooth[1]) and np.allclose(full[3, :3], smooth[0] + (smooth[1] - smooth[0]) / 3)
+    assert np.allclose(full[9, :3], smooth[2]) and (full[:2, :3] == FORBIDDEN).all() and (full[:, 3] == 0).all()
+    shape = ModelShape(10, 64, 4, 2, 16, 128, 100)
+    planner = t.planner(shape, tokens=400)
+    for tau in (0.4, 0.6, 0.9):
+        schedule = planner.solve(tau)
+        assert schedule.drops[0][0] >= 2 and schedule.predicted_loss < 100
+    with pytest.raises(RunError, match="before the first measured layer"):
+        planner.solve(0.24)
+    apart = t.planner(shape, tokens=400, by_kind=True)
+    assert apart.tables.shape == (3, 10, 4)
+    assert apart.solve(0.6, objective="worst").predicted_loss >= apart.solve(0.6).predicted_loss - 1e-5
+
+
+@pytest.mark.parametrize("call", [
+    lambda: SensitivityTable((2,), (0.5,), np.zeros((1, 1, 2)), ("a",)), lambda: SensitivityTable((2, 1), (0.5,), np.zeros((1, 2, 1)), ("a",)),
+    lambda: SensitivityTable((0,), (0.5,), np.zeros((1, 1, 1)), ("a",)), lambda: SensitivityTable((1,), (1.0,), np.zeros((1, 1, 1)), ("a",)),
+    lambda: SensitivityTable((1,), (0.5,), np.full((1, 1, 1), np.nan), ("a",)), lambda: SensitivityTable((1,), (0.5,), np.zeros((1, 1, 1)), ("a",), (1, 2)),
+    lambda: table().mean(kinds=["tables"]), lambda: table().mean(draw=7), lambda: SensitivityTable.from_dict({}), lambda: default_layers(1),
+])
+def test_wrong_tables_are_refused(call):
+    with pytest.raises(InputError):
+        call()
+
+
+# ---- FitPrune ----
+
+
+@exact
+@given(st.integers(0, 10**6), st.floats(0.0, 1.0), st.integers(4, 30))
+def test_fitprune_layers_lose_at_most_alpha_of_their_attention(seed, alpha, floor):
+    rng = np.random.default_rng(seed)
+    cross, own = rng.exponential(size=(2, 6, 60))
+    counts = fitprune_counts(cross, own, alpha, cost=Steps(), limit=0, forced=[0, 59], floor=floor)
+    assert counts[0] == 60 and all(a >= b for a, b in itertools.pairwise(counts)) and counts[-1] >= floor
+    # The first drop can be checked by hand: the intersection of both bottom lists.
+    lists = []
+    for mass in (cross[0], own[0]):
+        order = np.argsort(mass)
+        lists.append({int(i) for i, lost in zip(order, np.cumsum(mass[order]), strict=True) if lost <= alpha * mass.sum() + 1e-12})
+    assert counts[1] == max(floor, 60 - len((lists[0] & lists[1]) - {0, 59}))
+
+
+def test_fitprune_stops_dropping_once_the_rest_fits_and_meets_its_budget():
+    rng = np.random.default_rng(1)
+    masses = [tuple(rng.exponential(size=(2, 8, 50))) for _ in range(3)]
+    for tau in (0.5, 0.75, 0.9):
+        schedule = fit_fitprune(masses, tau=tau, cost=Steps())
+        assert sum(schedule.counts(50)) <= tau * 8 * 50
+    assert fit_fitprune(masses, tau=1.0, cost=Steps()).ratios == PruneSchedule.full(8).ratios
+    counts = fitprune_counts(*masses[0], 0.2, cost=Steps(), limit=8 * 50)
+    assert counts == (50,) * 8
+
+
+@pytest.mark.parametrize("call", [
+    lambda m: fitprune_counts(m, m[:1], 0.1, cost=Steps(), limit=1), lambda m: fitprune_counts(m, m, 1.1, cost=Steps(), limit=1),
+    lambda m: fitprune_counts(m * np.nan, m, 0.1, cost=Steps(), limit=1), lambda m: fit_fitprune([], tau=0.5, cost=Steps()),
+    lambda m: fit_fitprune([(m, m)], tau=0, cost=Steps()), lambda m: fit_fitprune([(m, m), (m[:, 1:], m[:, 1:])], tau=0.5, cost=Steps()),
+])
+def test_wrong_arguments_of_fitprune_are_refused(call):
+    with pytest.raises(InputError):
+        call(np.ones((4, 10)))
+
+
+def test_fitprune_says_when_even_losing_everything_is_not_enough():
+    with pytest.raises(RunError, match="cannot meet"):
+        fit_fitprune([(np.ones((4, 10)), np.ones((4, 10)))], tau=0.3, cost=Steps(), floor=5)
+
+
+# ---- the report ----
+
+
+def grid():
+    prompts = [f"p{i}" for i in range(24)]
+    rng = np.random.default_rng(0)
+    full = rng.exponential(size=24)
+    cells = {"full": (full, 1), "optimised@0.75": (full + 0.01, 0.75), "linear@0.75": (full + 0.5 + rng.exponential(size=24) / 10, 0.75)}
+    return Grid({
+        "prompts": prompts, "kinds": ["needle", "qa"] * 12,
+        "cells": {
+            name: {"nll": dict(zip(prompts, nll.tolist(), strict=True)), "exact": dict.fromkeys(prompts, float(name == "full")),
+                   "macs": dict.fromkeys(prompts, 100.0 * macs), "evidence": dict.fromkeys(prompts, 1.0)}
+            for name, (nll, macs) in cells.items()
+        },
+    })
+
+
+def test_the_report_pairs_prompts_and_keeps_costs_and_tasks_apart():
+    g = grid()
+    assert g.difference("optimised@0.75", "full").estimate == pytest.approx(0.01) and g.cost_share("linear@0.75") == 0.75
+    assert g.beats_heuristics(0.75, ["linear"])["linear"].high < 0
+    assert [row["task"] for row in g.quality("linear@0.75")] == ["all", "needle", "qa"] and g.quality("linear@0.75")[1]["prompts"] == 12
+    assert {row["cell"] for row in g.rows()} == {"optimised@0.75", "linear@0.75"} and g.rows()[0]["points"].estimate == -100
+    assert [row["cell"] for row in frontier(g, g.names, points=100)] == ["optimised@0.75"]
+    for call in (lambda: g.values("nll", "x"), lambda: g.common("x"), lambda: g.values("nll", "full", ["p99"])):
+        with pytest.raises(InputError):
+            call()
+
+
+def test_timings_compare_within_rounds():
+    rng = np.random.default_rng(0)
+    slow = rng.exponential(size=11) + 1
+    data = {
+        "lengths": [512], "seconds": {"512": {"full": slow.tolist(), "half": (slow / 2).tolist()}}, "macs": {"512": {"full": 3.0, "half": 1.0}},
+        "decode": {str(n): {"prefill": (slow * n).tolist(), "step": slow.tolist()} for n in (256, 512, 1024)},
+        "split": {"512": {"full": slow.tolist(), "without": (slow / 1.1).tolist(), "attention_share": 0.1, "ffn_full": slow.tolist(),
+                          "ffn_without": slow.tolist()}},
+        "steps": {"seconds": {"full": slow.tolist(), "free": (0.9 * slow).tolist()}},
+    }
+    timing = Timing(data)
+    ratio = timing.ratio("half", 512)
+    assert ratio.low == ratio.high == pytest.approx(2.0) and timing.mac_ratio("half", 512) == 3.0
+    assert [row["method"] for row in timing.rows()] == ["full", "half"]
+    assert timing.prefill_slope().low > 0 and timing.prefill_share()[0] == [256, 512, 1024]
+    split = timing.without_attention(512)
+    assert split["gain"].estimate == pytest.approx(1.1) and split["bound"] == pytest.approx(1 / 0.9) and split["ffn"].estimate == 1
+    assert timing.step_ratio("free").high < 1
+    with pytest.raises(InputError):
+        timing.seconds("none", 512)
+
+
+def test_every_claim_has_its_words():
+    assert set(PAPER) == {f"C{i}" for i in range(1, 9)} | {"C4b"} and all(entry.keys() == {"statement", "paper"} for entry in PAPER.values())
+    assert "not over full prefill" in PAPER["C8"]["paper"]
