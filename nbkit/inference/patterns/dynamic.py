@@ -202,6 +202,7 @@ def x_attention(
     before = mass.gather(2, order).double().cumsum(-1)
     # A block is kept while what was kept before it is below the threshold.
     before = F.pad(before[..., :-1], (1, 0))
-    keep = before < threshold * mass.double().sum(-1, keepdim=True) - 1e-9 if threshold < 1 else torch.ones_like(before, dtype=torch.bool)
+    need = (threshold - 1e-6) * mass.double().sum(-1, keepdim=True)
+    keep = before < need if threshold < 1 else torch.ones_like(before, dtype=torch.bool)
     blocks = torch.zeros_like(mass, dtype=torch.bool).scatter_(2, order, keep)
     return Pattern(heads, blocks=_force(blocks), block=block, probe_pairs=float(probe))

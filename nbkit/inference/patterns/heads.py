@@ -114,7 +114,7 @@ def task_kv(
 
 def entropy_infer(
     q: Tensor, k: Tensor, *, segment: int | None = None, block: int | None = None, base: int | None = None, dense_until: int | None = None,
-    rigid_below: float = 1e-5, delta: float = 0.4, alpha: float = 0.5,
+    rigid_below: float = 1e-5, delta: float = 0.4, alpha: float = 0.5, sinks: int = 4,
 ) -> Pattern:
     """Segments of rows read their best earlier blocks; the number follows the change of the entropy of the block scores.
 
@@ -123,7 +123,7 @@ def entropy_infer(
     stays below ``rigid_below`` keeps ``base`` tokens. For the others the budget moves by alpha * base * (r - delta) from segment to
     segment, r being the relative change of entropy within [0, 1 + delta], and is clamped to [1, 3] * base. Each segment reads itself;
     rows before ``dense_until`` and the last segment read everything. Unlike the public code, each head spends its own budget, not
-    the largest of its layer.
+    the largest of its layer, and the first ``sinks`` keys are always read, as in the other rules here (0 for the published rule).
 
     Defaults for N tokens: block 32 (16 below 1,024), segment N / 32 but at least two blocks, base N / 16, dense_until N / 8: the shares
     that the published 512, 2,048 and 4,096 tokens have at 32 thousand, where the segment would be N / 64, too short here.
@@ -146,6 +146,7 @@ def entropy_infer(
     for name, value in (("segment", segment), ("base", base)):
         check(name, value, "size")
     check("dense_until", dense_until, "count")
+    check("sinks", sinks, "count")
     if segment % block:
         raise InputError("segment", got=segment, allowed=f"a multiple of the block {block}")
     for name, value in (("rigid_below", rigid_below), ("delta", delta), ("alpha", alpha)):
@@ -184,7 +185,7 @@ def entropy_infer(
     chosen |= (place * block < dense_until)[:, None]
     group = heads // kv
     return Pattern(
-        heads, dense_rows=keys - (segments - 1) * segment, blocks=chosen.tril().repeat_interleave(group, 0), block=block,
+        heads, sinks=sinks, dense_rows=keys - (segments - 1) * segment, blocks=chosen.tril().repeat_interleave(group, 0), block=block,
         probe_pairs=float(4 * heads * segments * count),
         info={"dense": False, "rigid": tuple(rigid.repeat_interleave(group).tolist()), "budgets": budgets.repeat_interleave(group, 0)},
     )

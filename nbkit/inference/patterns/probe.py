@@ -112,7 +112,8 @@ def coverage(mass: Tensor, share: float) -> Tensor:
     if share == 1:
         return torch.full(mass.shape[:-1], mass.shape[-1], dtype=torch.int64, device=mass.device)
     ordered = mass.sort(dim=-1, descending=True).values.double().cumsum(-1)
-    return ((ordered < share * ordered[..., -1:] - 1e-9).sum(-1) + 1).clamp(max=mass.shape[-1])
+    # A share that is met up to the rounding of float32 is met.
+    return ((ordered < (share - 1e-6) * ordered[..., -1:]).sum(-1) + 1).clamp(max=mass.shape[-1])
 
 
 def top_slots(mass: Tensor, counts: Tensor | int, *, first: int = 0) -> Tensor:
