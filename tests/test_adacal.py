@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from nbkit import kernels
 from nbkit.errors import InputError
-from nbkit.inference.patterns import Pattern, causal_pairs
+from nbkit.inference.patterns import Pattern, a_shape, causal_pairs, tri_shape, vertical_slash
 from nbkit.methods.adacal import (
     POLICIES,
     AdaCalConfig,
@@ -69,7 +69,7 @@ def test_identity_01_everything_kept_is_the_causal_mask_with_density_one(seed, h
     plan = plan_layer(queries, keys, config(**full), task="general")
     assert torch.equal(plan.pattern.mask(40), causal(40).expand(4, -1, -1))
     assert plan.pattern.density(40, probe=False) == 1.0
-    assert plan.pattern.density(40) == pytest.approx(1.0 + causal_pairs(8, 40) / causal_pairs(40, 40))
+    assert plan.pattern.density(40) == pytest.approx(1.0 + 8 * 40 / causal_pairs(40, 40))
 
 
 @exact
@@ -78,7 +78,7 @@ def test_identity_02_no_active_head_is_the_a_shape(seed, task):
     queries, keys = heads(seed)
     plan = plan_layer(queries, keys, config(tau=1.0, dense_top=0.5), task=task)
     assert not plan.choice.active.any()
-    assert torch.equal(plan.pattern.mask(40), Pattern(4, window=6, sinks=2).mask(40))
+    assert torch.equal(plan.pattern.mask(40), a_shape(queries[None], keys[None], sinks=2, window=6).mask(40))
 
 
 @exact
@@ -99,10 +99,18 @@ def test_identity_03_all_heads_active_is_uniform_vertical_slash_with_the_same_ca
 
 @exact
 @given(seeds)
+def test_identity_03_without_sinks_it_is_the_vertical_slash_baseline(seed):
+    queries, keys = heads(seed)
+    mask = build_mask(queries, keys, config(sinks=0, tau=-1.0, kappa=1.0), task="general")
+    assert torch.equal(mask, vertical_slash(queries[None], keys[None], v=6, s=7, sinks=0, window=6, probe=8).mask(40))
+
+
+@exact
+@given(seeds)
 def test_identity_04_dense_probe_rows_on_the_a_shape_are_the_tri_shape(seed):
     queries, keys = heads(seed)
     bare = config(tau=-1.0, v_cap=0, s_cap=0, dense_top=1.0)
-    assert torch.equal(build_mask(queries, keys, bare), Pattern(4, window=6, sinks=2, dense_rows=8).mask(40))
+    assert torch.equal(build_mask(queries, keys, bare), tri_shape(queries[None], keys[None], sinks=2, window=6, last=8).mask(40))
     whole = config(tau=-1.0, v_cap=0, s_cap=0, dense_top=1.0, probe=40)
     assert torch.equal(build_mask(queries, keys, whole), causal(40).expand(4, -1, -1))
 
@@ -276,7 +284,7 @@ def test_shift_moves_the_probe_off_a_fixed_ending():
     moved = plan_layer(queries, keys, config(shift=5, tau=0.3), task="general")
     cut = plan_layer(queries[:, :35], keys[:, :35], config(tau=0.3), task="general")
     assert torch.equal(moved.choice.active, cut.choice.active) and torch.equal(moved.choice.columns, cut.choice.columns)
-    assert moved.pattern.probe_pairs == cut.pattern.probe_pairs == 4 * causal_pairs(8, 35)
+    assert moved.pattern.probe_pairs == cut.pattern.probe_pairs == 4 * 8 * 35
 
 
 def test_policies_give_structure_the_smallest_and_retrieval_the_largest_coverage():

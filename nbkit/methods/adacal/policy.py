@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nbkit import kernels
 from nbkit.errors import InputError
-from nbkit.inference.patterns import Pattern, causal_pairs
+from nbkit.inference.patterns import Pattern
 
 from .augment import Choice, choose
 from .config import AdaCalConfig
@@ -33,7 +33,8 @@ def plan_layer(
     Raises: InputError for a probe longer than the rows, NaN, or an unknown task.
     """
     if queries.dim() != 3 or keys.dim() != 3:
-        raise InputError("queries and keys", got=f"{tuple(queries.shape)} and {tuple(keys.shape)}", allowed="(heads, rows, dim) and (kv_heads, tokens, dim)")
+        got = f"{tuple(queries.shape)} and {tuple(keys.shape)}"
+        raise InputError("queries and keys", got=got, allowed="(heads, rows, dim) and (kv_heads, tokens, dim)")
     heads, rows, dim = queries.shape
     tokens = keys.shape[1]
     check_probe(cfg.probe, rows - cfg.shift)
@@ -46,7 +47,7 @@ def plan_layer(
     dense_rows = [(cfg.probe + cfg.shift) if flag else 0 for flag in choice.dense.tolist()]
     pattern = Pattern(
         heads, window=cfg.window, sinks=cfg.sinks, dense_rows=dense_rows, columns=choice.columns, slashes=choice.slashes,
-        probe_pairs=heads * causal_pairs(cfg.probe, tokens - cfg.shift), info={"task": task, "active": choice.active.tolist()},
+        probe_pairs=float(heads * cfg.probe * (tokens - cfg.shift)), info={"task": task, "active": choice.active.tolist()},
     )
     return LayerPlan(pattern, profile, choice)
 
