@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
 from nbkit.errors import InputError, RunError, UnsupportedModelError
+from nbkit.inference.cache import check_layers
 from nbkit.inference.parts import register
 from nbkit.methods.fastprefill.cost import ModelShape
 
@@ -197,19 +198,19 @@ class LazyCache(Cache):
 
     def _grow(self, new: Tensor) -> None:
         """Add the embedded tokens ``new`` (rows, hidden)."""
-        self.hidden = new.clone() if self.hidden is None else torch.cat([self.hidden, new])
+        old, self.seen = self.seen, self.seen + len(new)
+        self.hidden = _room(self.hidden, new, self.seen, 0)
+        self.hidden[old : self.seen] = new
         self.depth = torch.cat([self.depth.to(new.device), torch.zeros(len(new), dtype=torch.long, device=new.device)])
-        self.seen += len(new)
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
         """Store the keys and values of the rows at work; returns those of all tokens alive in this layer."""
         for store, states in ((self.keys, key_states), (self.values, value_states)):
-            held = store[layer_idx]
-            if held is None or held.shape[2] < self.seen:
-                spare = states.new_zeros(*states.shape[:2], self.seen + 64 - (0 if held is None else held.shape[2]), states.shape[3])
-                store[layer_idx] = held = spare if held is None else torch.cat([held, spare], 2)
+            store[layer_idx] = held = _room(store[layer_idx], states, self.seen, 2)
             held[:, :, self.rows] = states
-        return self.keys[layer_idx][:, :, self.alive], self.values[layer_idx][:, :, self.alive]
+        # Nothing is copied where every token is alive.
+        alive = slice(self.seen) if len(self.alive) == self.seen else self.alive
+        return self.keys[layer_idx][:, :, alive], self.values[layer_idx][:, :, alive]
 
     rows: Tensor
     alive: Tensor
@@ -228,9 +229,7 @@ class LazyRun:
         body = getattr(self.model, "model", None)
         if not isinstance(getattr(body, "layers", None), torch.nn.ModuleList) or not hasattr(body, "rotary_emb"):
             raise UnsupportedModelError("model", got=type(self.model).__name__, allowed="a causal LM with model.layers and rotary positions")
-        kinds = set(getattr(self.model.config, "layer_types", None) or ["full_attention"])
-        if kinds != {"full_attention"}:
-            raise UnsupportedModelError("layers", got=", ".join(sorted(kinds)), allowed="full_attention in all layers")
+        check_layers(self.model.config)
         if str(self.model.config._attn_implementation).startswith("nbkit"):
             raise RunError("the model is attached already", hint="leave the other context first")
         self.shape = ModelShape.from_config(self.model.config)
@@ -287,7 +286,7 @@ class LazyRun:
         cache.rows = cache.alive[cache.depth[cache.alive] == index]
         if self.rule.revive == "all" and self.fresh == 0 and cache.anchor is None and index in self.rule.drops(self.shape.layers):
             # All rows are still there at the first drop: the states from which they can be read again.
-            cache.anchor = (index, cache.hidden.clone())
+            cache.anchor = (index, cache.hidden[: cache.seen].clone())
         if index == 0 or not torch.equal(cache.rows, self.placed):
             self.placed, self.around = cache.rows, self.model.model.rotary_emb(states, position_ids=cache.rows[None])
         kwargs.update(attention_mask=None, position_ids=cache.rows[None], position_embeddings=self.around)
@@ -310,12 +309,11 @@ class LazyRun:
         """Attention of the rows at work over the tokens alive, and the choice of those that stay alive for the next layer."""
         cache, index = self.cache, module.layer_idx
         rows, alive = cache.rows, cache.alive
-        group = query.shape[1] // key.shape[1]
         square = len(rows) == len(alive)
         visible = None if square else alive[None] <= rows[:, None]
         single = len(rows) == 1
-        out = F.scaled_dot_product_attention(query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1),
-                                             attn_mask=None if single or square else visible, is_causal=square and not single, scale=scaling)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=None if single else visible, is_causal=square and not single,
+                                             scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
         self.log["alive"].append(len(alive))
         self.log["rows"].append(len(rows))
         self.log["revived"].append(int((rows < self.fresh).sum()))
@@ -346,6 +344,16 @@ class LazyRun:
         self.steps.append(LazyStep(self.cache.seen, self.new, seconds=time.perf_counter() - self.start, macs=macs, **log))
         output.cache = self.cache
         return output
+
+
+def _room(held: Tensor | None, like: Tensor, size: int, axis: int, spare: int = 64) -> Tensor:
+    """``held``, or a longer copy of it when ``size`` entries along ``axis`` do not fit."""
+    if held is not None and held.shape[axis] >= size:
+        return held
+    shape = list(like.shape)
+    shape[axis] = size + spare - (0 if held is None else held.shape[axis])
+    more = like.new_zeros(shape)
+    return more if held is None else torch.cat([held, more], axis)
 
 
 def _attend(module, query, key, value, attention_mask, **options):
