@@ -334,9 +334,11 @@ def test_refinement_takes_only_measured_gains_within_limit_and_evaluations():
 
 @pytest.mark.parametrize("call", [
     lambda p: p.solve(0), lambda p: p.solve(1.2), lambda p: p.solve(float("nan")), lambda p: p.solve(0.8, objective="best"),
-    lambda p: p.cost(PruneSchedule((1.0, 0.4, 0.4))), lambda p: p.cost(PruneSchedule.full(4)), lambda p: refine(p.solve(1), abs, p, 1, max_evaluations=0),
+    lambda p: p.cost(PruneSchedule((1.0, 0.4, 0.4))), lambda p: p.cost(PruneSchedule.full(4)),
+    lambda p: refine(p.solve(1), abs, p, 1, max_evaluations=0),
     lambda p: Planner(np.zeros((3, 2)), (0.5, 0.25), tokens=9, cost=Steps()), lambda p: Planner(np.zeros((3, 3)), (0.5, 1), tokens=9, cost=Steps()),
-    lambda p: Planner(np.full((3, 2), np.nan), (0.5, 1), tokens=9, cost=Steps()), lambda p: Planner(np.zeros((3, 2)), (0.5, 1), tokens=0, cost=Steps()),
+    lambda p: Planner(np.full((3, 2), np.nan), (0.5, 1), tokens=9, cost=Steps()),
+    lambda p: Planner(np.zeros((3, 2)), (0.5, 1), tokens=0, cost=Steps()),
     lambda p: Planner(np.zeros((3, 2)), (0.5, 1), tokens=9, cost=Steps(), scored="some"),
     lambda p: Planner(np.zeros((3, 2)), (0.5, 1), tokens=9, cost=Steps(), buckets=0),
 ])
@@ -378,7 +380,8 @@ def test_smoothing_in_one_line_is_isotonic_regression():
 
 def table(seed=0, prompts=("needle", "needle", "code", "qa")):
     rng = np.random.default_rng(seed)
-    return SensitivityTable((2, 5, 8), (0.1, 0.3, 0.6), rng.exponential(size=(len(prompts), 3, 3)), prompts, tuple(i % 2 for i in range(len(prompts))))
+    losses = rng.exponential(size=(len(prompts), 3, 3))
+    return SensitivityTable((2, 5, 8), (0.1, 0.3, 0.6), losses, prompts, tuple(i % 2 for i in range(len(prompts))))
 
 
 def test_the_mean_weighs_tasks_equally_and_choices_are_those_asked_for():
@@ -414,7 +417,8 @@ def test_the_planners_table_interpolates_layers_and_forbids_drops_before_the_fir
 @pytest.mark.parametrize("call", [
     lambda: SensitivityTable((2,), (0.5,), np.zeros((1, 1, 2)), ("a",)), lambda: SensitivityTable((2, 1), (0.5,), np.zeros((1, 2, 1)), ("a",)),
     lambda: SensitivityTable((0,), (0.5,), np.zeros((1, 1, 1)), ("a",)), lambda: SensitivityTable((1,), (1.0,), np.zeros((1, 1, 1)), ("a",)),
-    lambda: SensitivityTable((1,), (0.5,), np.full((1, 1, 1), np.nan), ("a",)), lambda: SensitivityTable((1,), (0.5,), np.zeros((1, 1, 1)), ("a",), (1, 2)),
+    lambda: SensitivityTable((1,), (0.5,), np.full((1, 1, 1), np.nan), ("a",)),
+    lambda: SensitivityTable((1,), (0.5,), np.zeros((1, 1, 1)), ("a",), (1, 2)),
     lambda: table().mean(kinds=["tables"]), lambda: table().mean(draw=7), lambda: SensitivityTable.from_dict({}), lambda: default_layers(1),
 ])
 def test_wrong_tables_are_refused(call):

@@ -102,6 +102,18 @@ RECIPES: dict[str, Recipe] = {
             "cot-depth-softmax", "error by chain-of-thought depth of small softmax transformers", ("recordings/cot-depth-softmax",), 5,
             "nbkit.recipes.cot_attention:run_softmax",
         ),
+        Recipe(
+            "fastprefill-sensitivity", "answer loss of SmolLM2-135M by layer and rate of one drop of prompt tokens, by task",
+            ("recordings/fastprefill-sensitivity",), 15, "nbkit.recipes.fastprefill:run_sensitivity",
+        ),
+        Recipe(
+            "fastprefill-grid", "answer loss of SmolLM2-135M on held-out long prompts by pruning schedule and method", ("recordings/fastprefill-grid",),
+            60, "nbkit.recipes.fastprefill:run_grid",
+        ),
+        Recipe(
+            "prefill-timing", "time to first token of SmolLM2-135M by method and prompt length; needs an idle machine", ("recordings/prefill-timing",), 8,
+            "nbkit.recipes.prefill_timing:run",
+        ),
     )
 }
 

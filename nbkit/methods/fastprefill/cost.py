@@ -49,7 +49,8 @@ class ModelShape:
         values = [getattr(config, name, None) for name in names]
         lacking = [name for name, value in zip(names, values, strict=True) if not isinstance(value, int)]
         if lacking:
-            raise UnsupportedModelError("model", got=f"no {', '.join(lacking)} in its configuration", allowed="Llama, Mistral, Qwen2, Qwen3 and alike")
+            got = f"no {', '.join(lacking)} in its configuration"
+            raise UnsupportedModelError("model", got=got, allowed="Llama, Mistral, Qwen2, Qwen3 and alike")
         layers, hidden, heads, ffn, vocab = values
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or hidden // heads
@@ -303,7 +304,8 @@ class LatencyModel:
         y = np.array([s["seconds"] for s in samples], dtype=float)
         if not (np.isfinite(y).all() and (y > 0).all()):
             raise InputError("seconds", got=float(y.min()), allowed="> 0")
-        x = np.array([[s["rows"] * s["layer"], s["rows"] * s["keys"] * s["layer"], s["rows"] * s["scored"], s["layer"]] for s in samples], dtype=float)
+        terms = [(s["rows"] * s["layer"], s["rows"] * s["keys"] * s["layer"], s["rows"] * s["scored"], s["layer"]) for s in samples]
+        x = np.array(terms, dtype=float)
         scale = np.where(x.max(0) > 0, x.max(0), 1.0)
         solution, _ = nnls(x / scale / y[:, None], np.ones(len(y)))
         a, b, c, e = solution / scale
@@ -358,10 +360,11 @@ def measure_layers(
                 body.layers[layer](hidden[:, :n], attention_mask=None, position_ids=positions, position_embeddings=around)
                 middle = clock()
                 score(q[:, :, -min(window, n):], k[:, :, :n])
+                end = clock()
                 # The first round warms up.
                 if turn:
                     times["layer", n].append(middle - start)
-                    times["score", n].append(clock() - middle)
+                    times["score", n].append(end - middle)
     samples = [{"rows": n, "keys": (n + 1) / 2, "scored": 0, "layer": 1, "seconds": statistics.median(times["layer", n])} for n in lengths]
     samples += [{"rows": n, "keys": 0, "scored": min(window, n), "layer": 0, "seconds": statistics.median(times["score", n])} for n in lengths]
     return LatencyModel.fit(samples, window=window, threads=torch.get_num_threads(), dtype=str(dtype).removeprefix("torch."), repeat=repeat)

@@ -91,7 +91,8 @@ def fit_fitprune(
     fixed = forced if forced is not None else [None] * len(masses)
 
     def recipe(alpha: float) -> tuple[PruneSchedule, float]:
-        counts = np.array([fitprune_counts(a, b, alpha, cost=cost, limit=limit, forced=f, floor=floor) for (a, b), f in zip(masses, fixed, strict=True)])
+        pairs = zip(masses, fixed, strict=True)
+        counts = np.array([fitprune_counts(a, b, alpha, cost=cost, limit=limit, forced=f, floor=floor) for (a, b), f in pairs])
         # A mean of falling counts falls, and rounding to whole rows keeps what is executed equal to what is charged.
         rows = np.floor(counts.mean(0) + 0.5).astype(int)
         schedule = PruneSchedule.from_ratios((rows / tokens).tolist(), rule="fitprune", alpha=alpha, tau=tau)

@@ -258,7 +258,7 @@ def surrogate(table: Any, rates: Sequence[float], schedule: PruneSchedule) -> np
 
 
 def best_one_shot(planner: Planner, tau: float, *, layers: Sequence[int] | None = None) -> PruneSchedule:
-    """The single drop with the smallest mean loss in the table whose cost is at most ``tau``: the strongest hand-made schedule, tuned on the same data.
+    """The single drop with the smallest mean loss in the table whose cost is at most ``tau``: the hand-made schedule tuned on the same data.
 
     layers: where a drop may lie (default: all after the first).
     Raises: RunError when no single drop is that cheap.

@@ -45,7 +45,8 @@ QUALITY_NATS, QUALITY_POINTS = 0.05, 5.0
 class Grid:
     """Cells of ``fastprefill-grid`` by name: one number per prompt, in the order of ``prompts``.
 
-    >>> data = {"prompts": ["a", "b"], "kinds": ["needle", "qa"], "cells": {"full": {"nll": {"a": 1.0, "b": 2.0}}, "x": {"nll": {"a": 1.5, "b": 2.0}}}}
+    >>> data = {"prompts": ["a", "b"], "kinds": ["needle", "qa"]}
+    >>> data["cells"] = {"full": {"nll": {"a": 1.0, "b": 2.0}}, "x": {"nll": {"a": 1.5, "b": 2.0}}}
     >>> Grid(data).extra("x").tolist(), Grid(data).names
     ([0.5, 0.0], ('full', 'x'))
     """
@@ -132,7 +133,8 @@ class Grid:
         out = []
         for name, chosen in [("all", None), *((k, [k]) for k in kinds)]:
             out.append({
-                "task": name, "nll": self.difference(cell, "full", kinds=chosen), "points": self.difference(cell, "full", what="exact", kinds=chosen).scale(100),
+                "task": name, "nll": self.difference(cell, "full", kinds=chosen),
+                "points": self.difference(cell, "full", what="exact", kinds=chosen).scale(100),
                 "prompts": len(self.common(cell, "full", kinds=chosen)),
             })
         return out

@@ -55,6 +55,7 @@ class Replay:
     state: dict = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     probe: list[float] = field(default_factory=list)
+    other_macs: float = 0.0
     nll: float = float("nan")
     first_nll: float = float("nan")
     exact: bool = False
@@ -65,6 +66,10 @@ class Replay:
             raise InputError("rule", got="one that charges attention pairs", allowed="rules that only drop rows")
         self.probe[layer] += probe
 
+    def charge_macs(self, macs: float) -> None:
+        """Note work outside of the layers, such as a draft's."""
+        self.other_macs += macs
+
     @property
     def counts(self) -> list[int]:
         """Rows alive in each layer."""
@@ -72,7 +77,7 @@ class Replay:
 
     def macs(self, shape: ModelShape) -> float:
         """Multiply-accumulates of this prefill, scoring included."""
-        return prefill_macs(shape, self.counts).total + sum(self.probe) * shape.head_dim
+        return prefill_macs(shape, self.counts).total + sum(self.probe) * shape.head_dim + self.other_macs
 
     def evidence_kept(self, spans: Sequence[tuple[int, int]]) -> list[float]:
         """Share of the tokens in ``spans`` that is alive, a layer each; 1 where there are none."""
@@ -156,34 +161,34 @@ class LayerRunner:
     def replay(self, stored: Stored, rule: Any) -> Replay:
         """The same prompt under a rule that drops rows (a `Rows` part), restarted from the stored input of its first drop.
 
-        Raises: InputError for rules that change the prompt, drop after attention, or keep indices that do not rise.
+        A rule that chooses prompt tokens before layer 0 is read from there; the answer then follows its last position.
+        Raises: InputError for rules that drop after attention, or keep indices that do not rise.
         """
         import torch
 
-        from nbkit.inference.parts import Rows
-
-        if type(rule).prefilter is not Rows.prefilter or getattr(rule, "prune_at", "pre") != "pre":
+        if getattr(rule, "prune_at", "pre") != "pre" or getattr(rule, "last_row_only", False):
             raise InputError("rule", got=type(rule).__name__, allowed="one that drops rows before layers", hint="score_prompt() runs every part")
         tokens, layers = stored.tokens, self.shape.layers
-        everything = torch.arange(len(stored.ids), device=stored.ids.device)
-        run = Replay(tokens, layers, stored.ids[None, :tokens], everything[:tokens], probe=[0.0] * layers)
+        places = torch.arange(len(stored.ids), device=stored.ids.device)
+        run = Replay(tokens, layers, stored.ids[None, :tokens], places[:tokens], probe=[0.0] * layers)
         scaling = getattr(self.body.layers[0].self_attn, "scaling", self.shape.head_dim**-0.5)
-        rows, hidden = everything, None
+        hidden, chosen = None, rule.prefilter(run, self.model, run.ids)
+        if chosen is not None:
+            index, positions = chosen
+            hidden = stored.inputs[0][:, _with_answer(index, tokens, len(places))]
+            answer = positions[-1] + 1 + torch.arange(len(places) - tokens, device=places.device)
+            places, run.positions = torch.cat([positions, answer]), run.positions[index]
         for index in range(layers):
             keep = rule.keep(run, index) if index else None
             if keep is not None:
-                keep = torch.as_tensor(keep, device=rows.device)
-                alive = len(run.positions)
-                if not len(keep) or int(keep[0]) < 0 or int(keep[-1]) >= alive or bool((keep.diff() <= 0).any()):
-                    raise InputError("kept rows", got=keep.tolist()[:8], allowed=f"rising indices below {alive}")
-                chosen = torch.cat([keep, torch.arange(alive, len(rows), device=rows.device)])
-                hidden = (stored.inputs[index] if hidden is None else hidden)[:, chosen]
-                rows, run.positions = rows[chosen], run.positions[keep]
+                alive = _with_answer(keep, len(run.positions), len(places))
+                hidden = (stored.inputs[index] if hidden is None else hidden)[:, alive]
+                places, run.positions = places[alive], run.positions[keep]
             run.kept.append(run.positions)
             if hidden is None:
                 qkv = stored.qkv[index]
             else:
-                hidden, qkv = self.layer(index, hidden, rows)
+                hidden, qkv = self.layer(index, hidden, places)
             rule.observe(run, index, *(x[:, :, : len(run.positions)] for x in qkv), scaling)
         if hidden is None:
             run.nll, run.first_nll, run.exact = stored.nll, stored.first_nll, stored.exact
@@ -192,7 +197,7 @@ class LayerRunner:
         return run
 
     def attention_masses(self, stored: Stored, window: int = 32) -> tuple[np.ndarray, np.ndarray]:
-        """Attention that each prompt token receives, (layers, tokens) each and largest over heads: from the last ``window`` rows and from all rows."""
+        """Attention that each prompt token receives, (layers, tokens) each, largest over heads: from the last ``window`` rows, and from all."""
         import torch
 
         tokens = stored.tokens
@@ -209,6 +214,15 @@ class LayerRunner:
             window_mass.append(largest[0].cpu().numpy())
             column_mass.append(largest[1].cpu().numpy())
         return np.stack(window_mass), np.stack(column_mass)
+
+
+def _with_answer(keep: Any, alive: int, rows: int) -> Any:
+    """Kept prompt rows, of ``alive``, and all answer rows behind them."""
+    import torch
+
+    if not len(keep) or int(keep[0]) < 0 or int(keep[-1]) >= alive or bool((keep.diff() <= 0).any()):
+        raise InputError("kept rows", got=keep.tolist()[:8], allowed=f"rising indices below {alive}")
+    return torch.cat([keep, torch.arange(alive, rows, device=keep.device)])
 
 
 def prompt_losses(
@@ -268,7 +282,7 @@ class SensitivityTable:
             raise InputError("losses", got="NaN or infinity", allowed="finite numbers", hint="find the prompt whose full model fails")
 
     def mean(self, *, kinds: Sequence[str] | None = None, draw: int | None = None) -> np.ndarray:
-        """(layers, rates) mean over tasks of the mean over prompts, of some tasks or one draw, so that a task with more prompts does not weigh more."""
+        """(layers, rates) mean over tasks of the mean over prompts (a task with more prompts weighs no more), of some tasks or one draw."""
         return self.by_kind(kinds=kinds, draw=draw)[1].mean(0)
 
     def by_kind(self, *, kinds: Sequence[str] | None = None, draw: int | None = None) -> tuple[tuple[str, ...], np.ndarray]:
@@ -294,7 +308,7 @@ class SensitivityTable:
         return names, np.stack([np.maximum(monotone(rows), 0) for rows in raw])
 
     def spread(self, losses: np.ndarray, depth: int) -> tuple[np.ndarray, tuple[float, ...]]:
-        """(..., depth, rates + 1) table for a Planner, and its rates: linear between measured layers, the last value beyond, no drop before the first.
+        """(..., depth, rates + 1) table for a Planner, and its rates: linear between layers, the last value beyond, no drop before the first.
 
         losses: (..., layers, rates), such as from smooth().
         """
