@@ -107,12 +107,12 @@ RECIPES: dict[str, Recipe] = {
             ("recordings/fastprefill-sensitivity",), 15, "nbkit.recipes.fastprefill:run_sensitivity",
         ),
         Recipe(
-            "fastprefill-grid", "answer loss of SmolLM2-135M on held-out long prompts by pruning schedule and method", ("recordings/fastprefill-grid",),
-            60, "nbkit.recipes.fastprefill:run_grid",
+            "fastprefill-grid", "answer loss of SmolLM2-135M on held-out long prompts by pruning schedule and method",
+            ("recordings/fastprefill-grid",), 60, "nbkit.recipes.fastprefill:run_grid",
         ),
         Recipe(
-            "prefill-timing", "time to first token of SmolLM2-135M by method and prompt length; needs an idle machine", ("recordings/prefill-timing",), 8,
-            "nbkit.recipes.prefill_timing:run",
+            "prefill-timing", "time to first token of SmolLM2-135M by method and prompt length; needs an idle machine",
+            ("recordings/prefill-timing",), 8, "nbkit.recipes.prefill_timing:run",
         ),
     )
 }
