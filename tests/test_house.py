@@ -231,8 +231,14 @@ def test_methods_do_not_import_each_other():
         assert set(lines) <= {own}, f"{path.name} imports {set(lines) - {own}}"
 
 
+def test_inference_imports_no_method():
+    for path in (ROOT / "nbkit" / "inference").rglob("*.py"):
+        found = re.findall(r"^\s*(?:from|import) nbkit\.(?:methods|recipes|widgets)\b.*", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not found, f"{path.name}: {found}"
+
+
 def test_widgets_import_no_other_room():
-    rooms = r"nbkit\.(methods|models|kernels|loaders|envs|agents|metrics|recipes)\b"
+    rooms = r"nbkit\.(methods|models|inference|kernels|loaders|envs|agents|metrics|recipes)\b"
     for path in (ROOT / "nbkit" / "widgets").rglob("*.py"):
         found = [line for line in path.read_text(encoding="utf-8").splitlines() if re.match(rf"\s*(from|import) {rooms}", line)]
         assert not found, f"{path.name}: {found}"
