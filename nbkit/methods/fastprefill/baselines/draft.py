@@ -54,6 +54,8 @@ def _shell(module: nn.Module, config, layers: int | None = None, name: str = "")
     for key, value in module.__dict__.items():
         if key.endswith("_hooks") or "_hooks_" in key:
             new.__dict__[key] = type(value)() if isinstance(value, dict | OrderedDict) else value
+    # A forward that somebody has put over that of the class belongs to the module it was made for.
+    new.__dict__.pop("forward", None)
     for key in ("_parameters", "_buffers"):
         new.__dict__[key] = dict(module.__dict__[key])
     children = module._modules.items()
