@@ -1,13 +1,19 @@
-"""The torch paths of sparse_attention."""
+"""The torch paths of sparse_attention: tiles of gathered keys on the CPU, a masked path for gradients, other devices and non-finite input."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 _SCORES = 2**22  # scores held at once by the masked path
+_TILE_ROWS, _SLASH_ROWS = 64, 32  # rows of a tile; a lone slash costs each row as many keys as the tile has rows, so tiles are smaller there
+_GATHERED = 2**14  # keys gathered at once: the copies stay in the cache
+_LOOSE = 0.8  # tiles padded to a common number of keys have at least this share of it
+_FLAGS = 2**23  # (tile, key) flags held at once
 
 
 class Pattern(NamedTuple):
@@ -23,15 +29,172 @@ class Pattern(NamedTuple):
 
 
 def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp."""
-    return masked(queries, keys, values, scaling, pattern)
+    """Output and log-sum-exp, by the path that fits the input."""
+    batch, heads, rows, dim = queries.shape
+    tokens, value_dim = keys.shape[2], values.shape[3]
+    if not (batch and heads and rows):
+        return queries.new_zeros(batch, heads, rows, value_dim), queries.new_zeros(batch, heads, rows, dtype=_lse_dtype(queries))
+    tensors = (queries, keys, values)
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    # The fused kernel adds the mask to the logits: NaN stays NaN behind a mask, so such input goes the other way.
+    if differentiated or queries.device.type != "cpu" or not all(bool(t.sum(dtype=_lse_dtype(t)).isfinite()) for t in (keys, values)):
+        return masked(queries, keys, values, scaling, pattern)
+    # In half precision the fused kernel takes a coarser exponential and is no faster.
+    dtype, (queries, keys, values) = queries.dtype, (tensor.to(_lse_dtype(tensor)) for tensor in tensors)
+    queries, keys, values = (tensor if tensor.stride(3) == 1 else tensor.contiguous() for tensor in (queries, keys, values))
+    if value_dim != dim:  # the fused kernel wants one size; zeros add nothing to a dot product
+        queries, keys, values = (pad(tensor, (0, max(dim, value_dim) - tensor.shape[3])) for tensor in (queries, keys, values))
+    last = rows if max(pattern.window, pattern.sinks) >= tokens else min(pattern.dense_rows, rows)
+    parts = []
+    if last < rows:
+        parts.append(_tiled(queries[:, :, :rows - last], keys[:, :, :tokens - last], values[:, :, :tokens - last], scaling, pattern))
+    if last:
+        parts.append(_dense(queries[:, :, rows - last:], keys, values, scaling))
+    out, lse = (torch.cat(pair, 2) if len(pair) > 1 else pair[0] for pair in zip(*parts, strict=True))
+    return out[..., :value_dim].contiguous().to(dtype), lse.contiguous()
+
+
+def _lse_dtype(tensor: torch.Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _fused(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, causal: bool = False,
+           bias: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, causal, attn_mask=bias, scale=scaling)
+
+
+def _dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every key up to the row: the square of the last keys, merged with the keys before it."""
+    rows, past, group = queries.shape[2], keys.shape[2] - queries.shape[2], queries.shape[1] // keys.shape[1]
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    out, lse = _fused(queries, keys[:, :, past:], values[:, :, past:], scaling, causal=rows > 1)
+    if not past:
+        return out, lse
+    earlier, earlier_lse = _fused(queries, keys[:, :, :past], values[:, :, :past], scaling)
+    total = torch.logaddexp(lse, earlier_lse)
+    merged = out * (lse - total).exp()[..., None] + earlier * (earlier_lse - total).exp()[..., None]
+    return merged, total
+
+
+class _Tiles(NamedTuple):
+    """The pattern as tables for tiles of `size` rows; a unit is one (batch, head)."""
+
+    size: int
+    count: int  # tiles of a unit
+    first: int  # key index at which the first row stands
+    tokens: int
+    reach: torch.Tensor  # (1 or units, ...) flags by distance from the last row of a tile, far to near, then `tokens` times False: the tile sees it
+    named: torch.Tensor | None  # (units, tokens): keys that every later row sees
+    blocks: torch.Tensor | None  # (units, row blocks, key blocks)
+    block: int
+    bias: torch.Tensor  # (lines, size): 0 or -inf for the rows of a tile; lines by distance, then keys seen from a row on, then nothing
+    lines: int  # lines by distance of one unit
+    shared: bool  # the lines by distance are the same for all units
+
+
+def _tile_rows(pattern: Pattern) -> int:
+    """Rows of a tile: a divisor of the block, so that a key of `blocks` is seen by all rows of a tile or by none."""
+    wanted = _TILE_ROWS if pattern.slashes is None else _SLASH_ROWS
+    if pattern.blocks is None:
+        return wanted
+    return max(divisor for divisor in range(1, wanted + 1) if pattern.block % divisor == 0)
+
+
+def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each tile (a block of rows of one head) gathers the keys that one of its rows sees; tiles with about equally many keys run together."""
+    batch, heads, rows, dim = queries.shape
+    group, tokens = heads // keys.shape[1], keys.shape[2]
+    tiles = _tables(pattern, (batch, heads, rows, tokens), queries.dtype)
+    size, units = tiles.size, batch * heads
+    q = pad(queries, (0, 0, 0, tiles.count * size - rows)).reshape(units * tiles.count, 1, size, dim)
+    k, v = (tensor.reshape(-1, dim) for tensor in (keys, values))
+    out = torch.empty(units * tiles.count, size, dim, dtype=queries.dtype)
+    lse = torch.empty(units * tiles.count, size, dtype=queries.dtype)
+    step = max(1, _FLAGS // (tiles.count * tokens))
+    for first in range(0, units, step):
+        for item, index, unused in _gathered(tiles, first, min(first + step, units)):
+            unit = item // tiles.count
+            place = (index + (unit // group * tokens)[:, None]).flatten()
+            shape = (len(item), 1, index.shape[1], dim)
+            out_here, lse_here = _fused(q[item], k.index_select(0, place).view(shape), v.index_select(0, place).view(shape), scaling,
+                                        bias=_bias(tiles, item, index, unused))
+            out[item], lse[item] = out_here[:, 0], lse_here[:, 0]
+    return out.view(batch, heads, -1, dim)[:, :, :rows], lse.view(batch, heads, -1)[:, :, :rows]
+
+
+def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dtype) -> _Tiles:
+    batch, heads, rows, tokens = shape
+    size, units = _tile_rows(pattern), batch * heads
+
+    def by_unit(tensor):
+        return tensor.repeat_interleave(heads // tensor.shape[1], 1).expand(batch, heads, *tensor.shape[2:]).reshape(units, *tensor.shape[2:])
+    apart = torch.arange(tokens)[None] < pattern.window
+    if pattern.slashes is not None:
+        apart = apart | by_unit(membership(pattern.slashes, tokens))
+    padded = pad(apart, (size, size - 1))
+    # A tile sees the key at a distance from its last row when one of its rows stands at a visible distance.
+    summed = padded.cumsum(1)
+    near = summed[:, size:] > summed[:, :tokens + size - 1]
+    lines = padded[:, 1:].unfold(1, size, 1)
+    later = torch.ones(size, size, dtype=torch.bool).triu()  # line k: seen from row k of the tile on
+    sees = torch.cat([lines.reshape(-1, size), later, later.new_zeros(1, size)])
+    named = torch.arange(tokens)[None] < pattern.sinks if pattern.sinks else None
+    if pattern.columns is not None:
+        columns = by_unit(membership(pattern.columns, tokens))
+        named = columns if named is None else named | columns
+    return _Tiles(size, -(-rows // size), tokens - rows, tokens, pad(near.flip(1), (0, tokens)),
+                  None if named is None else named.expand(units, tokens), None if pattern.blocks is None else by_unit(pattern.blocks), pattern.block,
+                  torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf), lines.shape[1], len(apart) == 1)
+
+
+def _gathered(tiles: _Tiles, start: int, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tiles of the units start..stop that run together: their numbers (items,), keys (items, most) and which of those slots are unused."""
+    last = tiles.first + torch.arange(1, tiles.count + 1) * tiles.size - 1
+    spread = tiles.reach if len(tiles.reach) == 1 else tiles.reach[start:stop]
+    flags = spread.unfold(1, tiles.tokens, 1)[:, tiles.tokens + tiles.size - 2 - last]
+    at_most = torch.arange(tiles.tokens) <= last[:, None]
+    if tiles.named is not None:
+        flags = flags | (tiles.named[start:stop, None] & at_most)
+    if tiles.blocks is not None:
+        squares = tiles.blocks[start:stop, torch.arange(tiles.count) * tiles.size // tiles.block]
+        flags = flags | (squares.repeat_interleave(tiles.block, 2)[..., :tiles.tokens] & at_most)
+    flags = flags.expand(stop - start, -1, -1).reshape(-1, tiles.tokens)
+    counts, order = flags.sum(1).sort(descending=True, stable=True)
+    found = flags[order].nonzero()[:, 1]
+    begins, sizes = counts.cumsum(0) - counts, counts.tolist()
+    here = 0
+    while here < len(sizes):
+        most, until = sizes[here], here + 1
+        while until < len(sizes) and sizes[until] >= _LOOSE * most and (until + 1 - here) * most <= _GATHERED:
+            until += 1
+        slot = torch.arange(most)
+        index = found[(begins[here:until, None] + slot).clamp_max_(len(found) - 1)]
+        yield order[here:until] + start * tiles.count, index, slot >= counts[here:until, None]
+        here = until
+
+
+def _bias(tiles: _Tiles, item: torch.Tensor, index: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+    """0 where a row of a tile sees a gathered key and -inf elsewhere, (items, 1, size, most): one line of the table for each key."""
+    unit, tile = item // tiles.count, item % tiles.count
+    apart = (tiles.first + tile * tiles.size)[:, None] - index  # from the first row of the tile
+    line = apart + (tiles.size - 1) if tiles.shared else apart + (unit * tiles.lines + tiles.size - 1)[:, None]
+    named = None if tiles.named is None else tiles.named[unit[:, None], index]
+    if tiles.blocks is not None:
+        squares = tiles.blocks[unit[:, None], (tile * tiles.size // tiles.block)[:, None], index // tiles.block]
+        named = squares if named is None else named | squares
+    if named is not None:
+        later = len(tiles.bias) - tiles.size - 1
+        line = torch.where(named, (later - apart).clamp_min_(later), line)
+    line = line.masked_fill_(unused, len(tiles.bias) - 1)
+    return tiles.bias.index_select(0, line.flatten()).view(*index.shape, tiles.size).transpose(1, 2)[:, None]
 
 
 def masked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
     """The differentiable path that also keeps NaN in unseen keys and values away: the full mask, a block of rows at a time."""
     batch, heads, rows, dim = queries.shape
     kv_heads, tokens, value_dim = *keys.shape[1:3], values.shape[3]
-    group, dtype = heads // kv_heads, torch.float64 if queries.dtype == torch.float64 else torch.float32
+    group, dtype = heads // kv_heads, _lse_dtype(queries)
     if not (batch and heads and rows):
         return queries.new_zeros(batch, heads, rows, value_dim), queries.new_zeros(batch, heads, rows, dtype=dtype)
     k, v = keys.to(dtype), values.to(dtype)
