@@ -103,6 +103,10 @@ RECIPES: dict[str, Recipe] = {
             "nbkit.recipes.cot_attention:run_softmax",
         ),
         Recipe(
+            "fastprefill-decode", "decoding steps of SmolLM2-135M with and without recovery of dropped tokens", ("recordings/fastprefill-decode",), 4,
+            "nbkit.recipes.fastprefill_decode:run",
+        ),
+        Recipe(
             "fastprefill-sensitivity", "answer loss of SmolLM2-135M by layer and rate of one drop of prompt tokens, by task",
             ("recordings/fastprefill-sensitivity",), 15, "nbkit.recipes.fastprefill:run_sensitivity",
         ),
