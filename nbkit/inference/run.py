@@ -49,6 +49,7 @@ class Run:
     ----------
     layers: number of decoder layers.
     tokens: length N of the prompt; 0 before the first one.
+    scaling: factor of the dot products q.k.
     ids: (batch, N) token ids, or None if the model was given embeddings.
     positions: (n,) original positions of the rows alive now.
     kept: one (n_l,) tensor of original positions for every layer that was read.
@@ -67,6 +68,7 @@ class Run:
     heads: int = 0
     head_dim: int = 0
     value_dim: int = 0
+    scaling: float = 1.0
     ids: Tensor | None = field(default=None, repr=False)
     positions: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long), repr=False)
     kept: list[Tensor] = field(default_factory=list, repr=False)

@@ -378,7 +378,7 @@ class _Session:
         if not self.prefill:
             mask = _chunk_mask(query.shape[2], key.shape[2], query.device)
             return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
-        run.heads, run.head_dim, run.value_dim = query.shape[1], query.shape[3], value.shape[3]
+        run.heads, run.head_dim, run.value_dim, run.scaling = query.shape[1], query.shape[3], value.shape[3], scaling
         rows = query.shape[2]
         if run.last_row_only and layer == run.layers - 1:
             out, _ = sdpa_attention_forward(module, query[:, :, -1:], key, value, None, scaling=scaling, **options)
