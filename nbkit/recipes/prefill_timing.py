@@ -33,7 +33,6 @@ class Removed(Attention):
     name = "removed"
 
     def attend(self, run, layer, q, k, v, scaling):
-        run.charge(layer, pairs=0.0)
         return q.new_zeros(*q.shape[:3], v.shape[-1])
 
 
@@ -121,6 +120,9 @@ def full_and_steps(model, ids) -> tuple[float, float]:
 
 def one_round(model, ids, lengths, number: int) -> dict[str, Any]:
     """Every method once at every length, in a shuffled order."""
+    from nbkit.methods.fastprefill import ModelShape, prefill_macs
+
+    shape = ModelShape.from_config(model.config)
     rng = np.random.default_rng([SEED, number])
     out: dict[str, Any] = {"seconds": {}, "macs": {}, "ffn": {}, "decode": {}}
     for tokens in lengths:
@@ -130,6 +132,8 @@ def one_round(model, ids, lengths, number: int) -> dict[str, Any]:
             out[table][key] = {}
         for name in rng.permutation(list(found)).tolist():
             seconds, ffn, macs, _ = first_token(model, ids[:, :tokens], found[name])
+            if name == "attention-removed":
+                macs = prefill_macs(shape, [tokens] * shape.layers, pairs=[0] * shape.layers).total
             out["seconds"][key][name], out["macs"][key][name], out["ffn"][key][name] = seconds, macs, ffn
     for tokens in (*SHORT, *(n for n in lengths if n < 4096)):
         prefill, step = full_and_steps(model, ids[:, :tokens])
