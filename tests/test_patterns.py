@@ -4,11 +4,15 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from nbkit.errors import InputError
+from nbkit.inference import PARTS, attach, get
 from nbkit.inference.patterns import (
     Pattern,
     a_shape,
+    attend_pattern,
     block_topk,
     causal_pairs,
     coverage,
@@ -16,6 +20,8 @@ from nbkit.inference.patterns import (
     duo_attention,
     entropy_infer,
     equal_choices,
+    fit_duo_gates,
+    fit_vertical_slash,
     flex_prefill,
     head_set,
     mix,
@@ -544,3 +550,240 @@ def test_rules_in_blocks_refuse_a_part_of_the_rows(name):
     q, k, v = qkv(20, 64)
     with pytest.raises(InputError, match="all rows"):
         RULES[name](q[:, :, 10:], k, v)
+
+
+# ---- as parts of a prefill ----
+
+OPTIONS = {
+    "a-shape": {"sinks": 3, "window": 10}, "tri-shape": {"sinks": 3, "window": 10, "last": 12}, "trianglemix": {"window": 10, "last": 12},
+    "vertical-slash": {"v": 5, "s": 7, "window": 10, "probe": 16, "last": 3}, "block-topk": {"block": 16, "top": 2},
+    "flexprefill": {"gamma": 0.6, "tau": 0.3, "block": 8}, "xattention": {"threshold": 0.6, "stride": 4, "block": 16},
+    "duo": {"gates": [[0.2, 0.8, 0.5, 0.4]] * 3, "window": 10}, "taskkv": {"window": 10, "middle": 9, "probe": 16},
+    "entropyinfer": {"block": 8, "segment": 16, "base": 16, "dense_until": 20}, "head-set": {"active": [(0, 1), (1, 2), (2, 3)], "window": 10},
+    "random-heads": {"share": 0.5, "window": 10, "last": 9}, "dense": {},
+}
+part = pytest.mark.parametrize("name", OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": HEADS, "num_key_value_heads": KV, "vocab_size": 60}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=3, initializer_range=0.3)).eval()
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return torch.randint(0, 60, (1, 90), generator=torch.Generator().manual_seed(1))
+
+
+class _Run:
+    """What a part needs of a run."""
+
+    layers = 3
+
+    def __init__(self):
+        self.state, self.charged = {}, []
+
+    def charge(self, layer, *, pairs=0.0, probe=0.0):
+        self.charged.append((layer, pairs, probe))
+
+
+def masked_attention(q, k, v, mask, scaling):
+    group = q.shape[1] // k.shape[1]
+    scores = (q.double() @ k.double().repeat_interleave(group, 1).transpose(2, 3)) * scaling
+    return (scores.masked_fill(~mask, -math.inf).softmax(-1) @ v.double().repeat_interleave(group, 1)).float()
+
+
+def test_every_rule_of_the_table_is_registered():
+    known = {
+        "dense", "a-shape", "tri-shape", "trianglemix", "vertical-slash", "block-topk", "flexprefill", "xattention", "duo", "entropyinfer", "taskkv",
+        "random-heads", "head-set",
+    }
+    assert known <= set(PARTS["attention"])
+    assert known == set(OPTIONS)
+
+
+@part
+@pytest.mark.parametrize("rows", (64, 75))
+def test_the_kernel_gives_the_output_of_masked_dense_attention_and_the_part_charges_its_pattern(name, rows):
+    q, k, v = qkv(21, rows)
+    rule, run, scaling = get("attention", name, **OPTIONS[name]), _Run(), 0.3
+    for layer in (0, 2):
+        pattern = rule.pattern(run, layer, q, k, v, scaling)
+        mask = pattern.mask(rows)
+        out = rule.attend(run, layer, q, k, v, scaling)
+        assert torch.allclose(out, masked_attention(q, k, v, mask, scaling), atol=1e-5)
+        assert run.charged[-1] == (layer, float(mask.sum()), pattern.probe_pairs)
+    assert set(run.state[rule]) == {0, 2}
+    assert hash(rule) == hash(get("attention", name, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_heads_with_different_patterns_are_put_together_right(seed):
+    pattern, rows, keys = drawn(seed)
+    # Key heads shared by groups that the pattern may split.
+    pattern = pattern.select([h % pattern.heads for h in range(HEADS)])
+    for name in ("columns", "slashes"):
+        table = getattr(pattern, name)
+        if table is not None:
+            object.__setattr__(pattern, name, table.masked_fill(table >= keys, -1))
+    q, k, v = qkv(seed, keys)
+    q = q[:, :, keys - rows :]
+    assert torch.allclose(attend_pattern(pattern, q, k, v, 0.4), masked_attention(q, k, v, pattern.mask(rows, keys), 0.4), atol=1e-5)
+
+
+def read(model, ids, name, /, **options):
+    with torch.no_grad(), attach(model, attention=get("attention", name, **options)) as run:
+        return model(ids).logits, run
+
+
+def test_a_pattern_that_covers_the_prompt_is_the_dense_model(model, ids):
+    with torch.no_grad():
+        expected = model(ids).logits
+    for name, options in (
+        ("dense", {}), ("a-shape", {"window": 90}), ("tri-shape", {"last": 90, "window": 4}), ("trianglemix", {"dense_layers": 3}),
+        ("vertical-slash", {"v": 90, "s": 90, "window": 4}), ("flexprefill", {"gamma": 1.0, "block": 8}), ("xattention", {"threshold": 1.0}),
+        ("block-topk", {"block": 16, "top": 6}), ("duo", {"gates": [[1.0, 1.0]] * 3}), ("taskkv", {"far": 1.0, "model": model}),
+        ("head-set", {"active": [(layer, head) for layer in range(3) for head in range(HEADS)]}), ("random-heads", {"share": 1.0}),
+        ("entropyinfer", {"dense_until": 90}),
+    ):
+        logits, run = read(model, ids, name, **options)
+        assert torch.allclose(logits, expected, atol=1e-5), name
+        assert run.density - sum(run.probe) / run.dense_pairs == pytest.approx(1), name
+
+
+def test_a_narrow_pattern_changes_the_logits_and_the_density_of_the_run_is_that_of_its_patterns(model, ids):
+    with torch.no_grad():
+        expected = model(ids).logits
+    logits, run = read(model, ids, "a-shape", window=8, sinks=2)
+    q = torch.zeros(1, HEADS, 90, 8)
+    assert run.density == pytest.approx(a_shape(q, q, sinks=2, window=8).density(90))
+    # The first 8 rows see everything they may; row 20 does not.
+    assert torch.allclose(logits[:, :8], expected[:, :8], atol=1e-5)
+    assert (logits[:, 20] - expected[:, 20]).abs().max() > 1e-3
+    _, run = read(model, ids, "vertical-slash", window=8, v=4, s=4, probe=16)
+    assert run.probe == [float(HEADS * 16 * 90)] * 3
+    assert run.density == pytest.approx((sum(run.pairs) + sum(run.probe)) / (3 * HEADS * 90 * 91 / 2))
+
+
+def test_head_set_and_random_heads_differ_only_in_the_chosen_heads(model, ids):
+    flags = random_flags(3, HEADS, share=0.5, seed=4)
+    drawn_heads, run_drawn = read(model, ids, "random-heads", share=0.5, seed=4, window=8)
+    given, run_given = read(model, ids, "head-set", active=[tuple(x) for x in flags.nonzero().tolist()], window=8)
+    assert torch.equal(drawn_heads, given) and run_drawn.pairs == run_given.pairs
+
+
+def test_flexprefill_reports_a_prompt_that_it_reads_densely(model, ids):
+    rule = get("attention", "flexprefill", block=64)
+    with torch.no_grad(), attach(model, attention=rule) as run:
+        model(ids)
+        assert all(info["dense"] for info in run.state[rule].values())
+
+
+def test_vertical_slash_table_gives_each_head_its_sizes(model, ids):
+    table = torch.tensor([[[1, 8], [2, 7], [3, 6], [9, 0]]] * 3)
+    q, k, v = qkv(22, 64)
+    pattern = get("attention", "vertical-slash", table=table, window=6).pattern(_Run(), 1, q, k, v, None)
+    assert (pattern.columns >= 0).sum(1).tolist() == [1, 2, 3, 9]
+    assert (pattern.slashes >= 0).sum(1).tolist() == [8, 7, 6, 0]
+    with pytest.raises(InputError, match="fit the table on this model"):
+        read(model, ids, "vertical-slash", table=table[:2])
+
+
+def test_the_offline_search_keeps_the_choice_with_most_mass_measured_by_loops(model, ids):
+    choices = ((2, 10), (6, 6), (11, 1))
+    fit = fit_vertical_slash(model, ids, choices=choices, sinks=1, window=5, probe=8, rows=90)
+    assert fit.table.shape == (3, HEADS, 2) and fit.choices == choices
+    for layer in range(3):
+        for head in range(HEADS):
+            assert tuple(fit.table[layer, head].tolist()) == choices[int(fit.mass[layer, head].argmax())]
+    # Layer 0 by hand: its queries and keys come straight from the embeddings.
+    captured = {}
+
+    class Look(PARTS["attention"]["dense"]):
+        def attend(self, run, layer, q, k, v, scaling):
+            captured.setdefault(layer, (q, k))
+            return super().attend(run, layer, q, k, v, scaling)
+
+    with torch.no_grad(), attach(model, attention=Look()):
+        model(ids)
+    q, k = captured[0]
+    full = probe_attention(q, k, rows=90)[:, 5:].double()
+    for c, (v, s) in enumerate(choices):
+        mask = vertical_slash(q, k, v=v, s=s, sinks=1, window=5, probe=8).mask(90)[:, 5:]
+        assert torch.allclose(fit.mass[0, :, c].double(), (full * mask).sum((1, 2)) / 85, atol=1e-4)
+    # Several prompts: the mean of their masses.
+    other = ids.flip(1)
+    both = fit_vertical_slash(model, [ids, other], choices=choices, sinks=1, window=5, probe=8, rows=90)
+    alone = fit_vertical_slash(model, other, choices=choices, sinks=1, window=5, probe=8, rows=90)
+    assert torch.allclose(both.mass, (fit.mass + alone.mass) / 2, atol=1e-6)
+
+
+def test_duo_gates_start_dense_follow_the_sparsity_and_leave_the_weights_alone(model, ids):
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    first = fit_duo_gates(model, [(ids[0], 10)], steps=1, window=8)
+    # All gates at 1 is the dense model, so the first loss is rounding.
+    assert first.losses[0] < 1e-8
+    assert first.gates.shape == (3, KV) and torch.allclose(first.gates, torch.full((3, KV), 0.98), atol=1e-4)
+    fit = fit_duo_gates(model, [(ids[0], 10)], steps=30, lr=0.05, sparsity=10.0, window=8)
+    assert (fit.gates == 0).all() and fit.losses[-1] > fit.losses[0]
+    fit = fit_duo_gates(model, [(ids[0], 10)], steps=30, lr=0.05, sparsity=0.0, window=8, per="query")
+    assert fit.gates.shape == (3, HEADS) and (fit.gates > 0.95).all()
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) and p.requires_grad and p.grad is None
+
+
+def test_duo_training_tells_the_head_that_the_answer_needs():
+    """One layer whose head 1 writes nothing: only the gate of head 0 has a reason to stay."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 60}
+    small = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, initializer_range=0.5)).eval()
+    with torch.no_grad():
+        small.model.layers[0].self_attn.o_proj.weight[:, 8:] = 0
+    text = torch.randint(0, 60, (60,), generator=torch.Generator().manual_seed(2))
+    gates = fit_duo_gates(small, [(text, 20)], steps=60, lr=0.05, sparsity=0.05, sinks=1, window=4).gates[0]
+    assert gates[0] > 0.8 and gates[1] == 0
+
+
+WRONG_PARTS = {
+    "window": ("a-shape", {"window": 0}), "sinks": ("tri-shape", {"sinks": -1}), "last": ("tri-shape", {"last": -2}),
+    "dense_layers": ("trianglemix", {"dense_layers": -1}), "v": ("vertical-slash", {"v": -1}), "probe": ("vertical-slash", {"probe": 0}),
+    "top": ("block-topk", {"top": -1}), "gamma": ("flexprefill", {"gamma": 1.5}), "gamma ": ("flexprefill", {"gamma": 0.0}),
+    "tau": ("flexprefill", {"tau": 2.0}), "threshold": ("xattention", {"threshold": 0.0}), "stride": ("xattention", {"stride": 0}),
+    "gates": ("duo", {}), "far": ("taskkv", {"far": -0.1}), "segment": ("entropyinfer", {"segment": 0}), "active": ("head-set", {"active": [3]}),
+    "share": ("random-heads", {"share": 1.2}), "seed": ("random-heads", {"seed": -1}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_PARTS)
+def test_a_part_refuses_a_wrong_option_when_it_is_made(name):
+    kind, options = WRONG_PARTS[name]
+    with pytest.raises(InputError) as error:
+        get("attention", kind, **options)
+    assert error.value.what == name.strip()
+
+
+def test_parts_and_fits_refuse_what_does_not_fit_the_model(model, ids):
+    with pytest.raises(InputError, match="fit the gates on this model"):
+        read(model, ids, "duo", gates=[[1.0, 1.0]])
+    with pytest.raises(InputError, match="layer 0..2"):
+        read(model, ids, "head-set", active=[(3, 0)])
+    with pytest.raises(InputError, match="dense_layers"):
+        read(model, ids, "trianglemix", dense_layers=4)
+    with pytest.raises(InputError, match="choices"):
+        fit_vertical_slash(model, ids, choices=[(-1, 3)])
+    with pytest.raises(InputError, match="prompts"):
+        fit_vertical_slash(model, [])
+    with pytest.raises(InputError, match="prompts"):
+        fit_duo_gates(model, [(ids[0], 91)])
+    with pytest.raises(InputError, match="per"):
+        fit_duo_gates(model, [(ids[0], 9)], per="layer")
+    with pytest.raises(InputError, match="steps"):
+        fit_duo_gates(model, [(ids[0], 9)], steps=0)
+
+
+def test_dense_heads_use_the_dense_kernel_of_torch():
+    q, k, v = qkv(23, 40)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3, enable_gqa=True)
+    assert torch.equal(attend_pattern(dense(q, k), q, k, v, 0.3), expected)

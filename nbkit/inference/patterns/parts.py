@@ -14,6 +14,7 @@ from nbkit.inference.parts import Attention, register
 from nbkit.inference.patterns import dynamic, heads, static
 from nbkit.inference.patterns.pattern import Pattern
 from nbkit.inference.patterns.probe import check
+from nbkit.inference.session import decoder_of
 from nbkit.kernels.sparse_attention import sparse_attention
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def attend_pattern(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, scaling: f
 
     queries: (1, heads, n, d); keys, values: (1, kv_heads, T, d), T >= n. Heads that read everything use the dense kernel of torch.
 
+    >>> import torch
     >>> x = torch.ones(1, 2, 4, 2)
     >>> attend_pattern(Pattern(2, window=[1, 4]), x, x, torch.arange(8.0).view(1, 2, 4, 1), 1.0)[0, :, -1, 0].tolist()
     [3.0, 5.5]
@@ -311,6 +313,8 @@ class Duo(PatternAttention):
 class TaskKV(PatternAttention):
     """Heads far from the semantic centre dense, the others sinks, window and middle keys.
 
+    model: where given, heads are compared behind the output projections of its layers, which share one space; else as they are.
+
     >>> TaskKV().far
     0.25
     """
@@ -322,13 +326,14 @@ class TaskKV(PatternAttention):
     window: int = 64
     middle: int = 64
     probe: int = 64
+    model: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     def pattern(self, run, layer, q, k, v, scaling):
-        """See :func:`~nbkit.inference.patterns.task_kv`; heads are compared behind the output projection where the layer has one."""
-        projection = getattr(getattr(run, "modules", {}).get(layer), "o_proj", None)
+        """See :func:`~nbkit.inference.patterns.task_kv`."""
+        projection = None if self.model is None else decoder_of(self.model).layers[layer].self_attn.o_proj.weight
         return heads.task_kv(
-            q, k, v, scaling=scaling, projection=None if projection is None else projection.weight, far=self.far, sinks=self.sinks,
-            window=self.window, middle=self.middle, probe=self.probe,
+            q, k, v, scaling=scaling, projection=projection, far=self.far, sinks=self.sinks, window=self.window, middle=self.middle,
+            probe=self.probe,
         )
 
 

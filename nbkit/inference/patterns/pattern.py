@@ -151,15 +151,16 @@ class Pattern:
         for kind, heads in sets.items():
             yield heads, (Pattern(len(heads), window=keys) if kind == ("dense",) else self.select(heads))
 
-    def mask(self, rows: int, keys: int | None = None) -> Tensor:
-        """Return bool (heads, rows, keys), True where a row reads a key; ``keys`` defaults to ``rows``."""
-        return self._mask(0, rows, rows, rows if keys is None else keys)
+    def mask(self, rows: int, keys: int | None = None, *, only: Tensor | None = None) -> Tensor:
+        """Return bool (heads, rows, keys), True where a row reads a key; ``keys`` defaults to ``rows``, ``only`` picks some rows.
 
-    def _mask(self, start: int, stop: int, rows: int, keys: int) -> Tensor:
-        """Return rows start..stop of the mask."""
+        >>> Pattern(1, window=2).mask(100, only=torch.tensor([0, 99])).sum(2).tolist()
+        [[1, 2]]
+        """
+        keys = rows if keys is None else keys
         causal_pairs(rows, keys)
         device = self.device
-        row = torch.arange(start, stop, device=device)[:, None]
+        row = (torch.arange(rows, device=device) if only is None else only.to(device))[:, None]
         key = torch.arange(keys, device=device)
         distance = row + (keys - rows) - key
         window, sinks, dense = (torch.tensor(self.each(name), device=device)[:, None, None] for name in ("window", "sinks", "dense_rows"))
@@ -185,7 +186,7 @@ class Pattern:
         counts = torch.zeros(self.heads, dtype=torch.int64)
         for heads, part in self.groups():
             if part.slashes is not None and part.blocks is not None:
-                count = sum(part._mask(i, min(i + 128, rows), rows, keys).sum((1, 2)) for i in range(0, rows, 128))
+                count = sum(part.mask(rows, keys, only=chunk).sum((1, 2)) for chunk in torch.arange(rows).split(128))
             else:
                 count = part._count(rows, keys)
             counts[heads] = count.cpu()
