@@ -544,6 +544,26 @@ def test_lazy_run_restores_the_model_and_refuses_what_it_cannot_read():
         pass
 
 
+def test_decode_study_counts_every_method_by_its_cache():
+    from nbkit.recipes.fastprefill_decode import METHODS, compare
+
+    model = small("llama-gqa")
+    shape = ModelShape.from_config(model.config)
+    out = compare(model, prompt(), 3, layers=(2,), rates=(0.5,), early=(1, 3), early_rates=(0.5, 0.3), turn=2)
+    assert set(out) == set(METHODS)
+    assert out["full"]["macs"] == [5 * (shape.row + n * shape.pair) + shape.lm_head for n in (61, 62, 63)]
+    free = out["recovery-free"]
+    assert free["entries"] == [2 * (60 + t) + 3 * (30 + t) for t in (1, 2, 3)]
+    assert free["macs"] == [5 * shape.row + entries * shape.pair + shape.lm_head for entries in free["entries"]]
+    # The same rule reads the prompt with and without recovery: the same first token, and from then on only recovery adds rows and entries.
+    for ending in ("", "-early"):
+        without, recovery = out[f"recovery-free{ending}"], out[f"recovery{ending}"]
+        assert without["loss"][0] == pytest.approx(recovery["loss"][0], abs=1e-5) and without["prefill_macs"] == recovery["prefill_macs"]
+        assert sum(map(sum, without["revived"])) == 0 < sum(map(sum, recovery["revived"]))
+        assert recovery["entries"][-1] == without["entries"][-1] + sum(map(sum, recovery["revived"]))
+    assert all(loss > 0 for row in out.values() for loss in row["loss"])
+
+
 # ---- wrong options ----
 
 
