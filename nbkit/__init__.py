@@ -27,6 +27,7 @@ _LAZY = {
     "errors": "nbkit.errors",
     "gallery": "nbkit.gallery",
     "kernels": "nbkit.kernels",
+    "load_long_tasks": "nbkit.loaders:load_long_tasks",
     "load_model": "nbkit.loaders:load_model",
     "load_recording": "nbkit.loaders:load_recording",
     "load_text": "nbkit.loaders:load_text",

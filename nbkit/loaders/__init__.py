@@ -1,8 +1,9 @@
 """Loaders: an object and where it came from, by name.
 
-Language models (:func:`load_model`, :func:`save_model`), text (:func:`load_text`) and recordings (:func:`load_recording`,
-:func:`save_recording`). Everything is looked for on this machine first, checked against its pinned sha256, and refused when it does
-not match. Nothing is fetched unless the caller allows it, and no file that could carry code is ever opened.
+Language models (:func:`load_model`, :func:`save_model`), text (:func:`load_text`), long prompts with known answers
+(:func:`load_long_tasks`) and recordings (:func:`load_recording`, :func:`save_recording`). Everything is looked for on this machine first,
+checked against its pinned sha256, and refused when it does not match. Nothing is fetched unless the caller allows it, and no file that
+could carry code is ever opened.
 """
 
 from __future__ import annotations
@@ -14,14 +15,18 @@ _LAZY = {
     "Document": "text",
     "HubModel": "models",
     "LoadedModel": "models",
+    "LongPrompt": "long_tasks",
+    "LongTaskSet": "long_tasks",
     "MODELS": "models",
     "PackageModel": "models",
     "ProjectModel": "models",
     "Provenance": "provenance",
     "Recording": "recordings",
+    "TASKS": "long_tasks",
     "TEXTS": "text",
     "TextSet": "text",
     "list_models": "models",
+    "load_long_tasks": "long_tasks",
     "load_model": "models",
     "load_recording": "recordings",
     "load_text": "text",
