@@ -1,10 +1,11 @@
 """SmolLM2-135M reading long prompts with fewer tokens: data/recordings/fastprefill-sensitivity and fastprefill-grid.
 
-Fixed before any result was seen: 24 calibration prompts in three draws of 8, 48 held-out prompts with other templates and fillers, 1,024 tokens each,
-spread evenly over the tasks; 9 layers and 6 rates for the table; budgets .85, .75, .65, .55 of full prefill's MACs; 4 sinks, a window of 32, pooling
-over 7; one score for all schedules, chosen on calibration prompts alone. A hand-made schedule gets the largest size that its budget allows. The
-budget shown for quality is the smallest whose expected extra loss on calibration is at most .05 nats (else .85). The model runs in bfloat16 if its
-answer loss stays within .02 nats of float32 on six calibration prompts. Every prompt is written as it is done; a second call goes on.
+Fixed before any result was seen: 24 calibration prompts in three draws of about 8, 48 held-out prompts with other templates and fillers, 768 tokens
+each, spread evenly over the usable tasks (those with a known chance level count only if the full model's exact answers on 8 calibration prompts lie
+above it with their whole 95 % interval); 9 layers and 6 rates for the table; budgets .85, .75, .65, .55 of full prefill's MACs; 4 sinks, a window
+of 32, pooling over 7; one score for all schedules, chosen on calibration prompts alone. A hand-made schedule gets the largest size that its budget
+allows. The budget shown for quality is the smallest whose expected extra loss on calibration is at most .05 nats (else .85). The model runs in
+bfloat16 if its answer loss stays within .02 nats of float32 on six calibration prompts. Every prompt is written as it is done; a second call goes on.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing import Any
 
 import numpy as np
 
-TOKENS, CALIBRATION, DRAWS, HELD_OUT, SEED = 1024, 24, 3, 48, 0
+TOKENS, CALIBRATION, DRAWS, HELD_OUT, USABLE_PROMPTS, SEED = 768, 24, 3, 48, 8, 0
 LAYERS, RATES = (3, 6, 9, 12, 15, 18, 21, 24, 27), (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 TAUS = (0.85, 0.75, 0.65, 0.55)
 SINKS, WINDOW, POOL = 4, 32, 7
 FLOOR = SINKS + WINDOW
 SCORE = "max"
-HEAD_TOKENS, HEAD_PROMPTS, HEAD_BUDGETS = 768, 40, (0.05, 0.1, 0.15, 0.2)
+HEAD_PROMPTS, HEAD_BUDGETS = 40, (0.05, 0.1, 0.15, 0.2)
 BASELINE_TAUS, SPECIAL_TAUS = (0.75, 0.65), (0.65, 0.55)
 DRAFT_LAYERS = 10
 PRUNING = {"score": SCORE, "sinks": SINKS, "window": WINDOW, "pool": POOL}
@@ -46,30 +47,46 @@ def runner(dtype: str):
 
 
 @functools.lru_cache(maxsize=8)
-def prompts(split: str, count: int, tokens: int = TOKENS):
+def prompts(split: str, count: int, kinds: tuple[str, ...]):
     """``count`` prompts, one task after the other in turn, by id."""
     import nbkit
     from nbkit.loaders.long_tasks import load_long_tasks
 
-    kinds, tokenizer = usable_kinds(), nbkit.load_model("smollm2-135m").tokenizer
+    tokenizer = nbkit.load_model("smollm2-135m").tokenizer
     each = -(-count // len(kinds))
-    sets = [list(load_long_tasks(kind, n=each, tokens=tokens, split=split, tokenizer=tokenizer, seed=SEED)) for kind in kinds]
+    sets = [list(load_long_tasks(kind, n=each, tokens=TOKENS, split=split, tokenizer=tokenizer, seed=SEED)) for kind in kinds]
     chosen = [items[i] for i in range(each) for items in sets][:count]
     return {prompt.id: prompt for prompt in chosen}
 
 
-def usable_kinds() -> tuple[str, ...]:
-    """Tasks on which the full model is clearly above chance."""
-    from nbkit.loaders import long_tasks
+def usable_kinds(work_dir: Path, log) -> tuple[str, ...]:
+    """Tasks on which the full model is clearly above chance, and those that are scored on their own continuation."""
+    from nbkit.loaders.long_tasks import TASKS
+    from nbkit.metrics import wilson
 
-    return tuple(long_tasks.USABLE)
+    path = work_dir / "usable.json"
+    if not path.exists():
+        table, (run, _) = {}, runner("bfloat16")
+        for kind in TASKS:
+            chosen = list(prompts("calibration", USABLE_PROMPTS, (kind,)).values())
+            chance = chosen[0].chance
+            if chance is None:
+                table[kind] = {"usable": True, "chance": None}
+                continue
+            with run.attached():
+                right = sum(run.store(p.ids, p.answer_ids).exact for p in chosen)
+            table[kind] = {"usable": wilson(right, len(chosen)).low > chance, "chance": chance, "right": right, "prompts": len(chosen)}
+        path.write_text(json.dumps(table))
+    table = json.loads(path.read_text())
+    log(f"tasks: {table}")
+    return tuple(kind for kind, entry in table.items() if entry["usable"])
 
 
-def dtype_of(work_dir: Path, log) -> str:
+def dtype_of(work_dir: Path, kinds: tuple[str, ...], log) -> str:
     """bfloat16 if it changes the full model's answer loss by at most .02 nats on average over six calibration prompts, else float32."""
     path = work_dir / "dtype.json"
     if not path.exists():
-        chosen = list(prompts("calibration", CALIBRATION).values())[:6]
+        chosen = list(prompts("calibration", CALIBRATION, kinds).values())[:6]
         nll: dict[str, list[float]] = {}
         for dtype in ("float32", "bfloat16"):
             run, _ = runner(dtype)
@@ -87,11 +104,11 @@ def dtype_of(work_dir: Path, log) -> str:
 # The table.
 
 
-def losses_of(work_dir: str, dtype: str, name: str) -> dict[str, Any]:
+def losses_of(work_dir: str, dtype: str, kinds: list[str], name: str) -> dict[str, Any]:
     """One calibration prompt: its losses over the grid; its attention masses go to a file for FitPrune."""
     from nbkit.methods.fastprefill.sensitivity import prompt_losses
 
-    prompt, start = prompts("calibration", CALIBRATION)[name], time.perf_counter()
+    prompt, start = prompts("calibration", CALIBRATION, tuple(kinds))[name], time.perf_counter()
     run, _ = runner(dtype)
     with run.attached():
         stored = run.store(prompt.ids, prompt.answer_ids)
@@ -109,13 +126,12 @@ def run_sensitivity(work_dir: Path, out_dir: Path, log) -> None:
     from nbkit.methods.fastprefill.fitprune import fit_fitprune
     from nbkit.methods.fastprefill.sensitivity import SensitivityTable
 
-    dtype = dtype_of(work_dir, log)
-    names = list(prompts("calibration", CALIBRATION))
-    log(f"{len(names)} calibration prompts of {usable_kinds()}")
-    measure = functools.partial(losses_of, str(work_dir), dtype)
+    kinds = usable_kinds(work_dir, log)
+    dtype = dtype_of(work_dir, kinds, log)
+    names = list(prompts("calibration", CALIBRATION, kinds))
+    measure = functools.partial(losses_of, str(work_dir), dtype, list(kinds))
     rows = parallel.map(measure, names, executor="serial", resume=work_dir / "prompts.jsonl", desc="fastprefill-sensitivity")
     # Prompts of one task follow each other at a distance of the number of tasks: each draw gets all tasks.
-    kinds = usable_kinds()
     draws = tuple((i // len(kinds)) % DRAWS for i in range(len(names)))
     table = SensitivityTable(LAYERS, RATES, np.array([row["loss"] for row in rows]), tuple(row["kind"] for row in rows), draws)
     shape = runner(dtype)[0].shape
@@ -125,7 +141,7 @@ def run_sensitivity(work_dir: Path, out_dir: Path, log) -> None:
     data = {
         "tokens": TOKENS, "score": SCORE, "sinks": SINKS, "window": WINDOW, "pool": POOL, "floor": FLOOR,
         "dtype": json.loads((work_dir / "dtype.json").read_text()),
-        "table": table.as_dict(), "smoothing": table.smooth()[1], "ids": names,
+        "kinds": json.loads((work_dir / "usable.json").read_text()), "table": table.as_dict(), "smoothing": table.smooth()[1], "ids": names,
         "full": [{"id": r["id"], "kind": r["kind"], "nll": r["nll"], "exact": r["full_exact"]} for r in rows],
         "exact": [r["exact"] for r in rows], "kept": np.round([r["kept"] for r in rows], 3).tolist(),
         "fitprune": {tau: {"ratios": list(s.ratios), "alpha": s.meta["alpha"]} for tau, s in peers.items()},
@@ -240,13 +256,21 @@ def row_of(run, outcome, prompt) -> dict[str, float]:
     }
 
 
-def replay_cells(dtype: str, which: str, name: str) -> dict[str, Any]:
+def setting() -> tuple[str, tuple[str, ...]]:
+    """Type of the weights and tasks, as the recording of the table has them."""
+    from nbkit.loaders import load_recording
+
+    data = load_recording("fastprefill-sensitivity").data
+    return data["dtype"]["dtype"], tuple(dict.fromkeys(data["table"]["kinds"]))
+
+
+def replay_cells(which: str, name: str) -> dict[str, Any]:
     """One held-out prompt under the schedules or under the published rules, from one stored pass of the full model."""
     from nbkit.methods.fastprefill import baselines as b
     from nbkit.methods.fastprefill.prune import TokenPruning
 
-    prompt, start = prompts("held-out", HELD_OUT)[name], time.perf_counter()
-    run, found = runner(dtype)[0], schedules()
+    (dtype, kinds), start = setting(), time.perf_counter()
+    prompt, run, found = prompts("held-out", HELD_OUT, kinds)[name], runner(dtype)[0], schedules()
     main = {k: s for k, s in found.items() if k.split("@")[0] in ("optimised", "one-shot-middle", "linear", "cosine", "fitprune", "single-best")}
     rules: dict[str, Any] = {"full": b.Full()}
     if which == "schedules":
@@ -264,20 +288,20 @@ def replay_cells(dtype: str, which: str, name: str) -> dict[str, Any]:
     with run.attached():
         stored = run.store(prompt.ids, prompt.answer_ids)
         cells = {k: row_of(run, run.replay(stored, rule), prompt) for k, rule in rules.items()}
-    return {"id": name, "kind": prompt.kind, "tokens": TOKENS, "cells": cells, "seconds": round(time.perf_counter() - start, 1)}
+    return {"id": name, "kind": prompt.kind, "cells": cells, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def session_cells(dtype: str, which: str, name: str) -> dict[str, Any]:
+def session_cells(which: str, name: str) -> dict[str, Any]:
     """One held-out prompt through the whole method: head-selected keys alone ("heads", C6), or with the schedules ("fast", C7)."""
     from nbkit.inference import scoring
     from nbkit.methods.fastprefill import HeadSelected, TokenPruning
 
-    tokens, count = (HEAD_TOKENS, HEAD_PROMPTS) if which == "heads" else (TOKENS, HELD_OUT)
-    prompt, start, run = prompts("held-out", count, tokens)[name], time.perf_counter(), runner(dtype)[0]
+    (dtype, kinds), start = setting(), time.perf_counter()
+    prompt, run = prompts("held-out", HELD_OUT, kinds)[name], runner(dtype)[0]
     options = {"sinks": SINKS, "window": WINDOW, "pool": POOL}
-    settings: dict[str, dict[str, Any] | None] = {}
+    settings: dict[str, dict[str, Any]] = {}
     if which == "heads":
-        settings["heads-full"] = None
+        settings["full-session"] = {}
         for budget in HEAD_BUDGETS:
             for granularity in ("shared", "kv", "query"):
                 settings[f"heads-{granularity}@{budget:g}"] = {"attention": HeadSelected(granularity=granularity, budget=budget, **options)}
@@ -293,7 +317,7 @@ def session_cells(dtype: str, which: str, name: str) -> dict[str, Any]:
             "nll": round(score.nll, 5), "exact": float(score.exact), "macs": float(score.macs), "density": round(float(score.density), 5),
             "evidence": round(float(score.evidence_kept[-1]), 4) if score.evidence_kept else 1.0,
         }
-    return {"id": name, "kind": prompt.kind, "tokens": tokens, "cells": cells, "seconds": round(time.perf_counter() - start, 1)}
+    return {"id": name, "kind": prompt.kind, "cells": cells, "seconds": round(time.perf_counter() - start, 1)}
 
 
 GROUPS = {"schedules": replay_cells, "heads": session_cells, "fast": session_cells, "baselines": replay_cells, "special": replay_cells}
@@ -302,22 +326,20 @@ GROUPS = {"schedules": replay_cells, "heads": session_cells, "fast": session_cel
 
 def group_prompts(which: str) -> list[str]:
     """Prompts of one part of the grid."""
+    held = prompts("held-out", HELD_OUT, setting()[1])
     if which == "heads":
-        return list(prompts("held-out", HEAD_PROMPTS, HEAD_TOKENS))
-    held = prompts("held-out", HELD_OUT)
+        return list(held)[:HEAD_PROMPTS]
     return [name for name, p in held.items() if which != "special" or p.kind in ("needle", "multikey", "code", "qa")]
 
 
 def run_grid(work_dir: Path, out_dir: Path, log) -> None:
     """All parts in turn; the recording is written again after each of them, with what is there."""
     from nbkit import parallel
-    from nbkit.loaders import load_recording
 
-    dtype = load_recording("fastprefill-sensitivity").data["dtype"]["dtype"]
     for which, fn in GROUPS.items():
         names = group_prompts(which)
         log(f"{which}: {len(names)} prompts")
-        measure = functools.partial(fn, dtype, which)
+        measure = functools.partial(fn, which)
         parallel.map(measure, names, executor="serial", resume=work_dir / f"{which}.jsonl", desc=f"fastprefill-grid {which}")
         save_grid(work_dir, log)
 
@@ -334,15 +356,14 @@ def save_grid(work_dir: Path, log) -> None:
         path = work_dir / f"{which}.jsonl"
         for line in path.read_text().splitlines()[1:] if path.exists() else []:
             row = json.loads(line)["result"]
-            # Prompts of another length are other prompts.
-            name = row["id"] if row["tokens"] == TOKENS else f"{row['id']}#{row['tokens']}"
+            name = row["id"]
             kinds[name] = row["kind"]
             seconds.setdefault(which, []).append(row["seconds"])
             for cell, values in row["cells"].items():
                 for what, value in values.items():
                     cells.setdefault(cell, {}).setdefault(what, {})[name] = value
     data = {
-        "tokens": TOKENS, "head_tokens": HEAD_TOKENS, "taus": list(TAUS), "chosen_tau": chosen_tau(found), "score": SCORE, "prompts": list(kinds),
+        "tokens": TOKENS, "taus": list(TAUS), "chosen_tau": chosen_tau(found), "score": SCORE, "prompts": list(kinds),
         "kinds": list(kinds.values()), "cells": cells, "seconds": {k: float(np.median(v)) for k, v in seconds.items()},
         "schedules": {k: {"ratios": list(s.ratios), "predicted_loss": s.predicted_loss} for k, s in found.items()},
     }
