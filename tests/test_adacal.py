@@ -20,6 +20,7 @@ from nbkit.methods.adacal import (
     TaskPolicy,
     augment,
     build_mask,
+    classify,
     column_sums,
     concentration,
     covered_share,
@@ -333,10 +334,57 @@ def test_overlap_counts_rare_ngrams_of_the_end_that_stand_in_the_middle():
     filler = np.arange(1000, 1400)
     planted = np.concatenate([filler[:100], [7, 8, 9], filler[100:300], [7, 8, 9]])
     # Bigrams (7, 8) and (8, 9) and the trigram (7, 8, 9).
-    assert query_overlap(planted) == 3 and query_overlap(filler) == 0
-    assert query_overlap(np.concatenate([planted[:100], [7, 8, 9] * 4, planted[103:]])) == 0
+    assert query_overlap(planted) == (3, 3) and query_overlap(filler) == (0, 0)
+    # Only what the ending holds is looked up, and only what is rare counts.
+    assert query_overlap(planted, 2) == (1, 2)
+    often = np.concatenate([filler[:100], *[np.append([7, 8, 9], filler[200 + i]) for i in range(4)], filler[100:200], [7, 8, 9]])
+    assert query_overlap(often) == (0, 0)
     # Near the end is not the middle.
-    assert query_overlap(np.concatenate([filler, [7, 8, 9], filler[:20] + 5000, [7, 8, 9]])) == 0
+    assert query_overlap(np.concatenate([filler, [7, 8, 9], filler[:20] + 5000, [7, 8, 9]])) == (0, 0)
+
+
+FEATURES = {"cues": 0.0, "open": 0.0, "symbols": 0.05, "indent": 0.0, "overlap": 0.0, "longest": 0.0}
+
+
+@pytest.mark.parametrize("changes, task", [
+    ({"cues": 1.0, "overlap": 2.0}, "retrieval"),
+    ({"open": 1.0, "overlap": 5.0, "longest": 4.0}, "retrieval"),
+    ({"cues": 1.0}, "general"),
+    ({"overlap": 9.0, "longest": 8.0}, "general"),
+    ({"open": 1.0, "overlap": 5.0, "longest": 3.0}, "general"),
+    ({"symbols": 0.4, "overlap": 9.0, "longest": 8.0, "open": 1.0}, "structure"),
+    ({"indent": 0.6, "symbols": 0.15}, "structure"),
+    # A question about a table whose words are not in it: the signs disagree.
+    ({"symbols": 0.4, "cues": 1.0}, "general"),
+    ({"symbols": 0.4, "cues": 1.0, "overlap": 3.0}, "retrieval"),
+])
+def test_classes_follow_from_overlap_cues_and_regularity(changes, task):
+    assert classify(FEATURES | changes) == task
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def __len__(self):
+        return 256
+
+    def decode(self, ids, **_):
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize("text, task", [
+    ("Lorem ipsum dolor sit amet, consectetur elit. " * 9 + "The box is red.\n" + "Sed do eiusmod tempor incididunt ut labore. " * 9
+     + "\n\nQuestion: Where is the box?\nAnswer:", "retrieval"),
+    ("12.5;13;0.75;99\n" * 30, "structure"),
+    ("A quiet text without any question goes on and on in long sentences of words, one after another. " * 5, "general"),
+])
+def test_dispatch_reads_the_text_through_the_tokenizer(text, task):
+    ids, tokenizer = [ord(c) for c in text], Letters()
+    found = dispatch(ids, tokenizer)
+    assert found.task == task and found.features["readable"] == 1.0
+    assert dispatch(torch.tensor([ids]), tokenizer) == found
+    # Unread, nothing but general is possible.
+    assert dispatch(ids).task == "general" and dispatch(ids).features["readable"] == 0.0
 
 
 @pytest.mark.parametrize("ids", [[], [[1, 2], [3, 4]], [0.5, 1.0]], ids=["empty", "batch", "floats"])

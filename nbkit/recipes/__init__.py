@@ -103,6 +103,10 @@ RECIPES: dict[str, Recipe] = {
             "nbkit.recipes.cot_attention:run_softmax",
         ),
         Recipe(
+            "adacal-heads", "loss of SmolLM2-135M with the heads that a metric picks kept dense, the others A-shaped", ("recordings/adacal-heads",),
+            30, "nbkit.recipes.adacal:run_heads",
+        ),
+        Recipe(
             "fastprefill-decode", "decoding steps of SmolLM2-135M with and without recovery of dropped tokens", ("recordings/fastprefill-decode",), 4,
             "nbkit.recipes.fastprefill_decode:run",
         ),

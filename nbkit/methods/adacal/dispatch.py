@@ -11,13 +11,15 @@ import numpy as np
 
 from nbkit.errors import InputError
 
-# Tokens at the end in which a question is looked for, and whose n-grams are looked up in what comes before.
-CUE_TOKENS, QUERY_TOKENS = 96, 64
+# Tokens at the end in which the question is looked for; a final paragraph longer than this is none.
+QUERY_TOKENS = 64
 # An n-gram is rare when the prompt holds it at most this often.
 RARE = 3
+LONGEST = 8
 
 _CUES = re.compile(
-    r"\?|\b(?:what|which|who|whom|whose|when|where|why|how many|how much)\b|\b(?:answer|question|find|recall|according to|based on)\b", re.IGNORECASE,
+    r"\?(?=\s|$)|^\s*(?:question|answer|q|a)\s*:|^\s*(?:what|which|who|whom|whose|when|where|why|how|find|recall|answer)\b",
+    re.IGNORECASE | re.MULTILINE,
 )
 
 
@@ -29,10 +31,10 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(ids: Any, tokenizer: Any = None, *, sinks: int = 4, window: int = 64) -> Dispatch:
-    """Classify a prompt by overlap with its question, question cues and regularity.
+    """Classify a prompt by overlap of its ending with its middle, by question cues, and by regularity.
 
-    ``retrieval`` when rare n-grams of the last tokens recur in the middle of the prompt and a question cue stands in the last tokens;
-    ``structure`` when the text is regular (tables, logs, code) and no cue is there; ``general`` otherwise, also when the two disagree.
+    ``retrieval``: rare n-grams of the final paragraph recur in the middle, and it is a question: a cue word or mark, or an unfinished sentence
+    that repeats at least four tokens of the middle. ``structure``: the text is regular (tables, logs, code) and asks nothing. ``general``: all else.
 
     ids: token ids of one prompt, (tokens,) or (1, tokens); tokenizer: of transformers; without one the text cannot be read, so that no cue and no
     regularity is found and the class is ``general``. sinks, window: what does not count as the middle.
@@ -43,53 +45,58 @@ def dispatch(ids: Any, tokenizer: Any = None, *, sinks: int = 4, window: int = 6
     'general'
     """
     ids = _one_prompt(ids)
-    features = {"tokens": float(len(ids)), "overlap": float(query_overlap(ids, sinks=sinks, window=window)), "readable": float(tokenizer is not None)}
-    features |= {"cues": 0.0, "symbols": 0.0, "lines": 0.0, "line_spread": 0.0, "zlib": _zlib_ratio(ids)}
+    features = {"tokens": float(len(ids)), "readable": float(tokenizer is not None), "zlib": _zlib_ratio(ids)}
+    ending = min(QUERY_TOKENS, len(ids))
+    features |= {"cues": 0.0, "open": 0.0, "symbols": 0.0, "lines": 0.0, "indent": 0.0}
     if tokenizer is not None:
-        tail = tokenizer.decode(ids[-CUE_TOKENS:].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        features["cues"] = float(len(_CUES.findall(tail)))
-        features |= _regularity(ids, _pieces(tokenizer))
+        features |= _regularity(ids, tokenizer)
+        tail = tokenizer.decode(ids[-QUERY_TOKENS:].tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        paragraph = tail.rstrip("\n").rpartition("\n\n")
+        features["cues"] = float(len(_CUES.findall(paragraph[2])))
+        if paragraph[1]:
+            features["open"] = float(not paragraph[2].rstrip().endswith((".", "!", ";", "}")))
+            ending = max(1, round(ending * len(paragraph[2]) / max(len(tail), 1)))
+    features["overlap"], features["longest"] = map(float, query_overlap(ids, ending, sinks=sinks, window=window))
     return Dispatch(classify(features), features)
 
 
 def classify(features: dict[str, float]) -> str:
     """The class that follows from the features of :func:`dispatch`."""
-    asked = features["cues"] > 0
     regular = is_regular(features)
-    if asked and features["overlap"] > 0 and not regular:
+    asked = features["cues"] > 0 or (features["open"] > 0 and features["longest"] >= 4 and not regular)
+    if asked and features["overlap"] > 0:
         return "retrieval"
     return "structure" if regular and not asked else "general"
 
 
 def is_regular(features: dict[str, float]) -> bool:
-    """Whether the text looks like a table, a log or code: many digits and marks, or short lines and repeated material."""
-    return features["symbols"] > 0.2 or (features["zlib"] < 0.5 and features["lines"] > 0.06)
+    """Whether the text looks like a table, a log or code: many digits and marks, or indented lines."""
+    return features["symbols"] > 0.25 or (features["indent"] > 0.3 and features["symbols"] > 0.1)
 
 
-def query_overlap(ids: np.ndarray, *, sinks: int = 4, window: int = 64) -> int:
-    """How many rare n-grams (n = 2, 3) of the last tokens stand in the middle of the prompt, too.
+def query_overlap(ids: np.ndarray, ending: int = QUERY_TOKENS, *, sinks: int = 4, window: int = 64) -> tuple[int, int]:
+    """How many rare n-grams (n = 2, 3) of the last ``ending`` tokens stand in the middle of the prompt, too, and the longest rare one (up to 8).
 
-    >>> query_overlap(np.array([0, 8, 9, *range(20, 120), 8, 9]), sinks=1)
-    1
+    >>> query_overlap(np.array([0, 8, 9, *range(20, 120), 8, 9]), 2, sinks=1)
+    (1, 2)
     """
-    total = 0
+    total, longest = 0, 0
     edge = len(ids) - max(QUERY_TOKENS, window)
-    for n in (2, 3):
-        if edge - sinks < n or len(ids) < n:
-            continue
-        grams = np.zeros(len(ids) - n + 1, dtype=np.int64)
-        # Wrapping 64-bit arithmetic: a collision of two different n-grams within one prompt is out of the question.
+    grams = ids.copy()
+    for n in range(2, LONGEST + 1):
+        # Wrapping 64-bit arithmetic; two different n-grams of one prompt do not collide in practice.
         with np.errstate(over="ignore"):
-            for k in range(n):
-                grams = grams * np.int64(1_000_003) + ids[k : k + len(grams)]
-        start = max(0, len(ids) - QUERY_TOKENS)
-        values, inverse, counts = np.unique(grams, return_inverse=True, return_counts=True)
-        asked = np.zeros(len(values), dtype=bool)
-        asked[inverse[start:]] = True
-        middle = np.zeros(len(values), dtype=bool)
-        middle[inverse[sinks : max(sinks, edge - n + 1)]] = True
-        total += int(np.count_nonzero(asked & middle & (counts <= RARE)))
-    return total
+            grams = grams[:-1] * np.int64(1_000_003) + ids[n - 1 :]
+        asked = np.unique(grams[max(0, len(ids) - ending) :])
+        middle = grams[sinks : max(sinks, edge - n + 1)]
+        common = asked[np.isin(asked, middle)]
+        if len(common):
+            rare = int(np.count_nonzero((grams == common[:, None]).sum(1) <= RARE))
+            total += rare if n <= 3 else 0
+            longest = n if rare else longest
+        if not len(common):
+            break
+    return total, longest
 
 
 def _one_prompt(ids: Any) -> np.ndarray:
@@ -108,7 +115,7 @@ def _zlib_ratio(ids: np.ndarray) -> float:
 
 
 class _Pieces:
-    """Characters, digits, marks and line ends of every token of a tokenizer, filled in as tokens are met."""
+    """Visible characters, digits and marks, line ends and indents of every token of a tokenizer, filled in as tokens are met."""
 
     def __init__(self, size: int):
         self.known = np.zeros(size, dtype=bool)
@@ -117,29 +124,24 @@ class _Pieces:
     def learn(self, tokens: np.ndarray, decode: Any) -> None:
         for token in tokens.tolist():
             text = decode([token])
-            digits, marks = sum(c.isdigit() for c in text), sum(not (c.isalnum() or c.isspace()) for c in text)
-            self.counts[token] = len(text.replace(" ", "")), digits, marks, text.count("\n")
+            visible = "".join(text.split())
+            symbols = sum(not c.isalpha() for c in visible)
+            # Indents are runs of blanks, alone or behind a line end.
+            indent = text.isspace() and text.rpartition("\n")[2].count(" ") >= 2
+            self.counts[token] = len(visible), symbols, text.count("\n"), indent
         self.known[tokens] = True
 
 
 _TABLES: weakref.WeakKeyDictionary[Any, _Pieces] = weakref.WeakKeyDictionary()
 
 
-def _pieces(tokenizer: Any) -> tuple[_Pieces, Any]:
-    if tokenizer not in _TABLES:
-        _TABLES[tokenizer] = _Pieces(len(tokenizer))
-    return _TABLES[tokenizer], tokenizer
-
-
-def _regularity(ids: np.ndarray, source: tuple[_Pieces, Any]) -> dict[str, float]:
-    """Share of digits and marks among the visible characters, line ends a token, relative spread of the line lengths in tokens."""
-    table, tokenizer = source
+def _regularity(ids: np.ndarray, tokenizer: Any) -> dict[str, float]:
+    """Share of digits and marks among the visible characters, line ends a token, indents a line."""
+    table = _TABLES.get(tokenizer)
+    if table is None or len(table.known) <= ids.max():
+        table = _TABLES[tokenizer] = _Pieces(max(len(tokenizer), int(ids.max()) + 1))
     unknown = np.unique(ids[~table.known[ids]])
     if len(unknown):
         table.learn(unknown, tokenizer.decode)
-    rows = table.counts[ids]
-    characters, digits, marks, ends = rows.sum(0)
-    visible = max(float(characters - ends), 1.0)
-    lengths = np.diff(np.flatnonzero(rows[:, 3] > 0))
-    spread = float(lengths.std() / lengths.mean()) if len(lengths) > 1 else 0.0
-    return {"symbols": float(digits + marks) / visible, "lines": float(ends) / len(ids), "line_spread": spread}
+    visible, symbols, ends, indents = table.counts[ids].sum(0).tolist()
+    return {"symbols": symbols / max(visible, 1.0), "lines": ends / len(ids), "indent": indents / max(ends, 1.0)}
