@@ -619,6 +619,22 @@ def test_the_kernel_gives_the_output_of_masked_dense_attention_and_the_part_char
     assert hash(rule) == hash(get("attention", name, **OPTIONS[name]))
 
 
+@part
+def test_short_prompts_and_half_precision_are_read_with_the_default_sizes(name):
+    options = {"duo": {"gates": [[0.9, 0.1]] * 3}}.get(name, {})
+    rule = get("attention", name, **options)
+    for rows in (1, 2, 17, 63, 64, 65, 130):
+        q, k, v = qkv(rows, rows)
+        mask = rule.pattern(_Run(), 1, q, k, v, 0.3).mask(rows)
+        assert mask.diagonal(dim1=1, dim2=2).all() and mask[:, :, 0].all() and not mask.triu(1).any()
+        assert torch.allclose(rule.attend(_Run(), 1, q, k, v, 0.3), masked_attention(q, k, v, mask, 0.3), atol=1e-5)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    mask = rule.pattern(_Run(), 1, q, k, v, 0.3).mask(rows)
+    out = rule.attend(_Run(), 1, q, k, v, 0.3)
+    assert out.dtype == torch.bfloat16
+    assert torch.allclose(out.float(), masked_attention(q, k, v, mask, 0.3), atol=0.05)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_heads_with_different_patterns_are_put_together_right(seed):
     pattern, rows, keys = drawn(seed)

@@ -1,5 +1,6 @@
 """Sparse attention patterns for reading a prompt: one description, one density, and every published rule as a pure function."""
 
+from nbkit.inference.patterns.attention import PatternAttention, attend_pattern
 from nbkit.inference.patterns.dynamic import block_topk, flex_prefill, root_js_divergence, x_attention
 from nbkit.inference.patterns.fit import DuoFit, VerticalSlashFit, fit_duo_gates, fit_vertical_slash
 from nbkit.inference.patterns.heads import duo_attention, entropy_infer, head_set, random_flags, task_kv
@@ -11,14 +12,12 @@ from nbkit.inference.patterns.parts import (
     EntropyInfer,
     FlexPrefill,
     HeadSet,
-    PatternAttention,
     RandomHeads,
     TaskKV,
     TriangleMix,
     TriShape,
     VerticalSlash,
     XAttention,
-    attend_pattern,
 )
 from nbkit.inference.patterns.pattern import Pattern, causal_pairs, mix
 from nbkit.inference.patterns.probe import coverage, probe_attention, probe_sums, top_slots
