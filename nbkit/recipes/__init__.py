@@ -104,7 +104,11 @@ RECIPES: dict[str, Recipe] = {
         ),
         Recipe(
             "adacal-heads", "loss of SmolLM2-135M with the heads that a metric picks kept dense, the others A-shaped", ("recordings/adacal-heads",),
-            30, "nbkit.recipes.adacal:run_heads",
+            40, "nbkit.recipes.adacal:run_heads",
+        ),
+        Recipe(
+            "adacal-grid", "loss and density of SmolLM2-135M on held-out long prompts by sparse attention rule and task",
+            ("recordings/adacal-grid",), 75, "nbkit.recipes.adacal_grid:run",
         ),
         Recipe(
             "fastprefill-decode", "decoding steps of SmolLM2-135M with and without recovery of dropped tokens", ("recordings/fastprefill-decode",), 4,

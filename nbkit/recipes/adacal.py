@@ -3,7 +3,7 @@
 Fixed before any result was seen: 24 held-out prompts of 512 tokens of the tasks needle and table; heads are ranked over the whole model by one
 metric of their dense profile, averaged over 8 calibration prompts of the same task; 20 % of them (10 % and 40 % for the readings of the middle
 mass and for random heads) read everything, the rest 4 sinks and 64 local keys. Needle: loss of the first answer token, which is
-predicted inside the prefill; table: loss of the last tokens of the prompt. The damage of a head is the rise of that loss on 3 calibration
+predicted inside the prefill; table: loss of the last tokens of the prompt. The damage of a head is the rise of that loss on 2 calibration
 prompts in float32 when this head alone is A-shaped, for all heads of 6 layers. Each finished cell is written at once; a second call skips it.
 """
 
@@ -13,7 +13,7 @@ import functools
 import time
 from pathlib import Path
 
-PROMPTS, CALIBRATION, DAMAGE_PROMPTS, TOKENS = 24, 8, 3, 512
+PROMPTS, CALIBRATION, DAMAGE_PROMPTS, TOKENS = 24, 8, 2, 512
 HEAD_TASKS = ("needle", "table")
 DAMAGE_LAYERS = (2, 7, 12, 17, 22, 27)
 SINKS, WINDOW, PROBE = 4, 64, 64
@@ -103,8 +103,9 @@ def head_cells() -> list[dict]:
     out = [{"task": task, "ranking": ranking, "share": share} for task in HEAD_TASKS for ranking, share in (("all", 1.0), ("none", 0.0))]
     names = [*RANKINGS, "random-0", "random-1", "random-2"]
     out += [{"task": task, "ranking": name, "share": 0.2} for name in ("mean", "max", "random-0") for task in HEAD_TASKS]
-    out += [{"task": task, "ranking": name, "share": 0.2} for name in names for task in HEAD_TASKS]
+    out += [{"task": task, "ranking": name, "share": 0.2} for name in ("entropy", "concentration") for task in HEAD_TASKS]
     out += [{"task": task, "layer": layer} for layer in DAMAGE_LAYERS for task in HEAD_TASKS]
+    out += [{"task": task, "ranking": name, "share": 0.2} for name in names for task in HEAD_TASKS]
     out += [{"task": task, "ranking": name, "share": share} for share in (0.1, 0.4) for name in ("mean", "max", "random-0") for task in HEAD_TASKS]
     return list({cell_key(cell): cell for cell in out}.values())
 
@@ -196,21 +197,33 @@ def damage(task: str, layer: int) -> dict:
     return {"rise": rise}
 
 
-def run_heads(work_dir: Path, out_dir: Path, log) -> None:
-    """Evaluate all rankings and damages and write data/recordings/adacal-heads."""
+def in_time(evaluate, grid: list[dict], key, resume: Path, minutes: float, log) -> list[dict]:
+    """Results of the first cells, as many as the minutes allow; those of an earlier call count as done."""
     from nbkit import parallel
+
+    end, rows = time.monotonic() + 60 * minutes, []
+    for count in range(1, len(grid) + 1):
+        if time.monotonic() > end:
+            log(f"time is up after {count - 1} of {len(grid)} cells")
+            break
+        rows = parallel.map(evaluate, grid[:count], executor="serial", progress=False, key=key, resume=resume)
+        log(f"{count}/{len(grid)} {rows[-1]['key']} {rows[-1]['total']} s")
+    return rows
+
+
+def run_heads(work_dir: Path, out_dir: Path, log, minutes: float = 60.0) -> None:
+    """Evaluate rankings and damages until they or the minutes are used up and write data/recordings/adacal-heads."""
     from nbkit.loaders import save_recording
 
     grid = head_cells()
-    log(f"adacal-heads: {len(grid)} cells")
-    rows = parallel.map(evaluate_heads, grid, executor="serial", key=cell_key, resume=work_dir / "cells.jsonl", desc="adacal-heads")
+    rows = in_time(evaluate_heads, grid, cell_key, work_dir / "cells.jsonl", minutes, log)
     summary = "loss of SmolLM2-135M with the heads that a metric picks kept dense, the others A-shaped"
     profiles = {task: {name: table.round(5).tolist() for name, table in mean_profile(task).items()} for task in HEAD_TASKS}
     save_recording(
         "adacal-heads",
         {
             "model": "smollm2-135m", "dtype": "bfloat16", "agreement": agreement(), "prompts": PROMPTS, "tokens": TOKENS, "sinks": SINKS,
-            "window": WINDOW, "probe": PROBE, "profiles": profiles, "cells": rows,
+            "window": WINDOW, "probe": PROBE, "planned": len(grid), "profiles": profiles, "cells": rows,
         },
         {"recipe": "adacal-heads", "seed": 0, "licence": "MIT", "summary": summary},
     )
