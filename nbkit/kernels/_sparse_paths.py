@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 _SCORES = 2**22  # scores held at once by the masked path
 _TILE_ROWS, _SLASH_ROWS = 64, 32  # rows of a tile; a lone slash costs each row as many keys as the tile has rows, so tiles are smaller there
 _GATHERED = 2**14  # keys gathered at once: the copies stay in the cache
+_BIAS = 2**20  # mask values held at once
 _LOOSE = 0.8  # tiles padded to a common number of keys have at least this share of it
 _FLAGS = 2**23  # (tile, key) flags held at once
 
@@ -47,7 +48,8 @@ def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     last = rows if max(pattern.window, pattern.sinks) >= tokens else min(pattern.dense_rows, rows)
     parts = []
     if last < rows:
-        parts.append(_tiled(queries[:, :, :rows - last], keys[:, :, :tokens - last], values[:, :, :tokens - last], scaling, pattern))
+        path = _banded if pattern.slashes is None and pattern.blocks is None else _tiled
+        parts.append(path(queries[:, :, :rows - last], keys[:, :, :tokens - last], values[:, :, :tokens - last], scaling, pattern))
     if last:
         parts.append(_dense(queries[:, :, rows - last:], keys, values, scaling))
     out, lse = (torch.cat(pair, 2) if len(pair) > 1 else pair[0] for pair in zip(*parts, strict=True))
@@ -72,9 +74,120 @@ def _dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     if not past:
         return out, lse
     earlier, earlier_lse = _fused(queries, keys[:, :, :past], values[:, :, :past], scaling)
-    total = torch.logaddexp(lse, earlier_lse)
-    merged = out * (lse - total).exp()[..., None] + earlier * (earlier_lse - total).exp()[..., None]
-    return merged, total
+    return _merged(out, lse, earlier, earlier_lse)
+
+
+def _merged(one: torch.Tensor, one_lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over two disjoint sets of keys as attention over both; a set without keys has log-sum-exp -inf."""
+    total = torch.logaddexp(one_lse, other_lse)
+    return (one * (one_lse - total).exp()[..., None]).addcmul_(other, (other_lse - total).exp()[..., None]), total
+
+
+def _by_unit(tensor: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
+    """(batch or 1, heads or a divisor, ...) -> (batch * heads, ...)."""
+    return tensor.repeat_interleave(heads // tensor.shape[1], 1).expand(batch, heads, *tensor.shape[2:]).reshape(batch * heads, *tensor.shape[2:])
+
+
+def _named(pattern: Pattern, batch: int, heads: int, tokens: int) -> torch.Tensor | None:
+    """Keys that every later row of a head sees, (batch * heads, tokens), or None."""
+    named = (torch.arange(tokens) < pattern.sinks).expand(batch * heads, tokens) if pattern.sinks else None
+    if pattern.columns is not None:
+        columns = _by_unit(membership(pattern.columns, tokens), batch, heads)
+        named = columns if named is None else named | columns
+    return named
+
+
+def _banded(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
+    """Window, sinks and columns: the keys near a tile of rows are a slice, and the columns before that slice are a prefix of one sorted list."""
+    batch, heads, rows, dim = queries.shape
+    kv_heads, tokens = keys.shape[1:3]
+    named = _named(pattern, batch, heads, tokens)
+    if named is not None and bool(named.all()):
+        return _dense(queries, keys, values, scaling)
+    size, tiles = _TILE_ROWS, -(-rows // _TILE_ROWS)
+    # A slice of whole vectors runs a quarter faster than one that is a key shorter.
+    span = -(-(size + pattern.window - 1) // 16) * 16
+    q = pad(queries, (0, 0, 0, tiles * size - rows)).view(batch * kv_heads, -1, tiles, size, dim)
+    flat = [tensor.reshape(batch * kv_heads, tokens, dim) for tensor in (keys, values)]
+    out, lse = _near(q, *flat, scaling, pattern.window, span, tokens - rows, named)
+    if named is not None:
+        far = _far(q.reshape(-1, tiles, size, dim), *flat, scaling, tokens - rows - span + size, named)
+        out, lse = _merged(out, lse, *far) if far is not None else (out, lse)
+    return out.view(batch, heads, -1, dim)[:, :, :rows], lse.view(batch, heads, -1)[:, :, :rows]
+
+
+def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int, span: int, first: int,
+          named: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of every tile over the slice of `span` keys that ends with its last row: (heads, tiles, size, dim)."""
+    pairs, group, tiles, size, dim = q.shape
+    before, after = span - size, first + tiles * size - k.shape[1]
+    k, v = (pad(tensor, (0, 0, before, after)) for tensor in (k, v))
+    slices = [tensor.as_strided((tiles, pairs, span, dim), (size * dim, tensor.stride(0), dim, 1), first * dim) for tensor in (k, v)]
+    apart = torch.arange(size)[:, None] + before - torch.arange(span)
+    bias = q.new_zeros(size, span)
+    causal, band = bias.masked_fill(apart < 0, -math.inf), bias.masked_fill((apart < 0) | (apart >= window), -math.inf)
+    shown = None
+    if named is not None:
+        padded = pad(named, (before, after))
+        shown = q.new_zeros(padded.shape).masked_fill_(~padded, -math.inf)[:, first:].unfold(1, span, size)
+    q = q.permute(2, 0, 1, 3, 4).reshape(tiles, pairs, group * size, dim)
+    outs, lses = [], []
+    step = max(1, _BIAS // (pairs * group * size * span))
+    for here in range(0, tiles, step):
+        part = slice(here, min(here + step, tiles))
+        count = part.stop - here
+        inside = torch.arange(here, part.stop)[:, None] * size + first - before + torch.arange(span) >= 0
+        bias = band.expand(1, 1, 1, size, span)
+        if shown is not None:
+            bias = torch.maximum(band, shown.view(pairs, group, *shown.shape[1:])[:, :, part].permute(2, 0, 1, 3).unsqueeze(3)).add_(causal)
+        if here * size + first < before:
+            bias = bias.masked_fill(~inside[:, None, None, None], -math.inf)
+        bias = bias.expand(count, pairs, group, size, span).reshape(count, pairs, group * size, span)
+        got, got_lse = _fused(q[part], slices[0][part], slices[1][part], scaling, bias=bias)
+        outs.append(got)
+        lses.append(got_lse)
+    out, lse = torch.cat(outs), torch.cat(lses)
+    out = out.view(tiles, pairs * group, size, dim).transpose(0, 1)
+    return out.contiguous(), lse.reshape(tiles, pairs * group, size).transpose(0, 1).contiguous()
+
+
+def _far(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, first: int,
+         named: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Attention of every tile over the named keys before its slice, which starts at key `first` in the first tile; None when there are none."""
+    units, tiles, size, dim = q.shape
+    tokens, group = k.shape[1], units // k.shape[0]
+    begins = (first + torch.arange(tiles) * size).clamp_(0, tokens)
+    before = pad(named.cumsum(1), (1, 0))[:, begins]  # (units, tiles)
+    most = before[:, -1]
+    if not bool(most.any()):
+        return None
+    out, lse = torch.zeros_like(q), q.new_full((units, tiles, size), -math.inf)
+    order = most.argsort(descending=True, stable=True)
+    sizes = most[order].tolist()
+    here = 0
+    while here < units and sizes[here]:
+        until = here + 1
+        while until < units and sizes[until] >= _LOOSE * sizes[here]:
+            until += 1
+        unit = order[here:until]
+        spots = named[unit, :int(begins[-1])].nonzero()[:, 1]
+        starts = pad(most[unit].cumsum(0), (1, 0))[:-1]
+        place = spots[(starts[:, None] + torch.arange(sizes[here])).clamp_max_(len(spots) - 1)] + (unit // group * tokens)[:, None]
+        columns = [tensor.reshape(-1, dim).index_select(0, place.flatten()).view(1, len(unit), -1, dim) for tensor in (k, v)]
+        seen = before[unit]
+        for tile, (least, count) in enumerate(zip(*(bound.tolist() for bound in seen.aminmax(dim=0)), strict=True)):
+            if not count:
+                continue
+            bias = None
+            if least < count:
+                unused = torch.arange(count) >= seen[:, tile, None]
+                bias = q.new_zeros(unused.shape).masked_fill_(unused, -math.inf)[None, :, None].expand(-1, -1, size, -1)
+            got, got_lse = _fused(q[unit, tile][None], columns[0][:, :, :count], columns[1][:, :, :count], scaling, bias=bias)
+            if not least:
+                got_lse = got_lse.masked_fill((seen[:, tile] == 0)[None, :, None], -math.inf)
+            out[unit, tile], lse[unit, tile] = got[0], got_lse[0]
+        here = until
+    return out, lse
 
 
 class _Tiles(NamedTuple):
@@ -125,13 +238,10 @@ def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 
 def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dtype) -> _Tiles:
     batch, heads, rows, tokens = shape
-    size, units = _tile_rows(pattern), batch * heads
-
-    def by_unit(tensor):
-        return tensor.repeat_interleave(heads // tensor.shape[1], 1).expand(batch, heads, *tensor.shape[2:]).reshape(units, *tensor.shape[2:])
+    size = _tile_rows(pattern)
     apart = torch.arange(tokens)[None] < pattern.window
     if pattern.slashes is not None:
-        apart = apart | by_unit(membership(pattern.slashes, tokens))
+        apart = apart | _by_unit(membership(pattern.slashes, tokens), batch, heads)
     padded = pad(apart, (size, size - 1))
     # A tile sees the key at a distance from its last row when one of its rows stands at a visible distance.
     summed = padded.cumsum(1)
@@ -139,12 +249,8 @@ def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dty
     lines = padded[:, 1:].unfold(1, size, 1)
     later = torch.ones(size, size, dtype=torch.bool).triu()  # line k: seen from row k of the tile on
     sees = torch.cat([lines.reshape(-1, size), later, later.new_zeros(1, size)])
-    named = torch.arange(tokens)[None] < pattern.sinks if pattern.sinks else None
-    if pattern.columns is not None:
-        columns = by_unit(membership(pattern.columns, tokens))
-        named = columns if named is None else named | columns
     return _Tiles(size, -(-rows // size), tokens - rows, tokens, pad(near.flip(1), (0, tokens)),
-                  None if named is None else named.expand(units, tokens), None if pattern.blocks is None else by_unit(pattern.blocks), pattern.block,
+                  _named(pattern, batch, heads, tokens), None if pattern.blocks is None else _by_unit(pattern.blocks, batch, heads), pattern.block,
                   torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf), lines.shape[1], len(apart) == 1)
 
 
