@@ -8,21 +8,33 @@ The paper's body is not public; this is a reconstruction from its abstract and t
     run.counts, run.macs, run.cache.nbytes
 """
 
-from .cost import LatencyModel, MacCost, ModelShape, decode_macs, prefill_macs
+from .cost import (
+    LatencyModel,
+    MacCost,
+    ModelShape,
+    causal_pairs,
+    decode_macs,
+    draft_macs,
+    gemfilter_macs,
+    measure_layers,
+    prefill_macs,
+    schedule_macs,
+)
 from .fitprune import fit_fitprune
 from .heads import GRANULARITIES, HeadCache, HeadSelected, head_sets, recalled_mass
-from .optimise import Planner, best_one_shot, refine
+from .optimise import Planner, best_one_shot, refine, surrogate
 from .prune import SCORES, TokenPruning, layer_scores, reduce_heads
 from .reader import FastPrefill
-from .report import PAPER
+from .report import PAPER, Grid, Timing, frontier
 from .schedule import PruneSchedule, match_cost
-from .sensitivity import LayerRunner, SensitivityTable, fit_schedule, prompt_losses
+from .sensitivity import LayerRunner, SensitivityTable, default_layers, fit_schedule, prompt_losses
 
 __all__ = [
     "GRANULARITIES",
     "PAPER",
     "SCORES",
     "FastPrefill",
+    "Grid",
     "HeadCache",
     "HeadSelected",
     "LatencyModel",
@@ -32,17 +44,26 @@ __all__ = [
     "Planner",
     "PruneSchedule",
     "SensitivityTable",
+    "Timing",
     "TokenPruning",
     "best_one_shot",
+    "causal_pairs",
     "decode_macs",
+    "default_layers",
+    "draft_macs",
     "fit_fitprune",
     "fit_schedule",
+    "frontier",
+    "gemfilter_macs",
     "head_sets",
     "layer_scores",
     "match_cost",
+    "measure_layers",
     "prefill_macs",
     "prompt_losses",
     "recalled_mass",
     "reduce_heads",
     "refine",
+    "schedule_macs",
+    "surrogate",
 ]
