@@ -26,8 +26,10 @@ from .metrics import (
     zones,
 )
 from .policy import LayerPlan, build_mask, plan_layer
+from .report import PAPER, Grid, Heads, spearman
 
 __all__ = [
+    "PAPER",
     "POLICIES",
     "REDUCTIONS",
     "TASKS",
@@ -37,6 +39,8 @@ __all__ = [
     "Augmentation",
     "Choice",
     "Dispatch",
+    "Grid",
+    "Heads",
     "LayerPlan",
     "TaskPolicy",
     "Zones",
@@ -56,6 +60,7 @@ __all__ = [
     "profile",
     "query_overlap",
     "reduce_rows",
+    "spearman",
     "zone_mass",
     "zones",
 ]
