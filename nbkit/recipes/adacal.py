@@ -1,10 +1,11 @@
 """Which heads need more than a local window? SmolLM2-135M with chosen heads dense and all others A-shaped: data/recordings/adacal-heads.
 
-Fixed before any result was seen: 24 held-out prompts of 512 tokens of the tasks needle and table; heads are ranked over the whole model by one
-metric of their dense profile, averaged over 8 calibration prompts of the same task; 20 % of them (10 % and 40 % for the readings of the middle
-mass and for random heads) read everything, the rest 4 sinks and 64 local keys. Needle: loss of the first answer token, which is
-predicted inside the prefill; table: loss of the last tokens of the prompt. The damage of a head is the rise of that loss on 2 calibration
-prompts in float32 when this head alone is A-shaped, for all heads of 6 layers. Each finished cell is written at once; a second call skips it.
+Fixed before any result was seen: held-out prompts of 512 tokens of the tasks needle and table, in chunks of 12; heads are ranked over the whole
+model by one metric of their dense profile, averaged over 8 calibration prompts of the same task; 20 % of them (10 % and 40 % for the
+readings of the middle mass and for random heads) read everything, the rest 4 sinks and 64 local keys. Needle: loss of the first answer
+token, which is predicted inside the prefill; table: loss of the last tokens of the prompt. The damage of a head is the rise of that loss on
+2 calibration prompts in float32 when this head alone is A-shaped, for all heads of 6 layers. Cells come in the order of importance and each
+is written at once; a second call skips it; a time limit ends the run with what is there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import functools
 import time
 from pathlib import Path
 
-PROMPTS, CALIBRATION, DAMAGE_PROMPTS, TOKENS = 24, 8, 2, 512
+PROMPTS, CHUNK, CALIBRATION, DAMAGE_PROMPTS, TOKENS = 24, 12, 8, 2, 512
 HEAD_TASKS = ("needle", "table")
 DAMAGE_LAYERS = (2, 7, 12, 17, 22, 27)
 SINKS, WINDOW, PROBE = 4, 64, 64
@@ -100,14 +101,15 @@ def agreement(n: int = 4) -> dict:
 
 def head_cells() -> list[dict]:
     """Every cell in the order of importance; "all" and "none" are the dense model and the bare A-shape, a layer asks for damages."""
-    out = [{"task": task, "ranking": ranking, "share": share} for task in HEAD_TASKS for ranking, share in (("all", 1.0), ("none", 0.0))]
-    names = [*RANKINGS, "random-0", "random-1", "random-2"]
-    out += [{"task": task, "ranking": name, "share": 0.2} for name in ("mean", "max", "random-0") for task in HEAD_TASKS]
-    out += [{"task": task, "ranking": name, "share": 0.2} for name in ("entropy", "concentration") for task in HEAD_TASKS]
+    def ranked(names, share, chunk=0):
+        fixed = {"all": 1.0, "none": 0.0}
+        return [{"task": task, "ranking": name, "share": fixed.get(name, share), "chunk": chunk} for name in names for task in HEAD_TASKS]
+
+    names = ["all", "none", "mean", "max", "random-0", "entropy", "concentration"]
+    out = ranked(names, 0.2) + ranked(names, 0.2, 1)
     out += [{"task": task, "layer": layer} for layer in DAMAGE_LAYERS for task in HEAD_TASKS]
-    out += [{"task": task, "ranking": name, "share": 0.2} for name in names for task in HEAD_TASKS]
-    out += [{"task": task, "ranking": name, "share": share} for share in (0.1, 0.4) for name in ("mean", "max", "random-0") for task in HEAD_TASKS]
-    return list({cell_key(cell): cell for cell in out}.values())
+    out += ranked(["last", "random-1", "random-2"], 0.2) + ranked(["last", "random-1", "random-2"], 0.2, 1)
+    return out + [cell for share in (0.1, 0.4) for cell in ranked(["mean", "max", "random-0"], share)]
 
 
 def cell_key(cell: dict) -> str:
@@ -156,7 +158,8 @@ def evaluate_heads(cell: dict) -> dict:
         drawn = cell["ranking"].startswith("random")
         options = {"share": cell["share"], "seed": int(cell["ranking"][-1])} if drawn else {"active": flags(cell).nonzero().tolist()}
         part = get("attention", "random-heads" if drawn else "head-set", sinks=SINKS, window=WINDOW, **options)
-        found = read_all(prompts(cell["task"], PROMPTS), lambda prompt: part)
+        items = prompts(cell["task"], PROMPTS)[cell["chunk"] * CHUNK :][:CHUNK]
+        found = {"ids": [prompt.id for prompt in items]} | read_all(items, lambda prompt: part)
     return {"key": cell_key(cell), "cell": cell} | found | {"total": round(time.perf_counter() - start, 1)}
 
 
@@ -222,8 +225,8 @@ def run_heads(work_dir: Path, out_dir: Path, log, minutes: float = 60.0) -> None
     save_recording(
         "adacal-heads",
         {
-            "model": "smollm2-135m", "dtype": "bfloat16", "agreement": agreement(), "prompts": PROMPTS, "tokens": TOKENS, "sinks": SINKS,
-            "window": WINDOW, "probe": PROBE, "planned": len(grid), "profiles": profiles, "cells": rows,
+            "model": "smollm2-135m", "dtype": "bfloat16", "agreement": agreement(), "prompts": PROMPTS, "chunk": CHUNK, "tokens": TOKENS,
+            "sinks": SINKS, "window": WINDOW, "probe": PROBE, "planned": len(grid), "profiles": profiles, "cells": rows,
         },
         {"recipe": "adacal-heads", "seed": 0, "licence": "MIT", "summary": summary},
     )

@@ -16,14 +16,13 @@ import json
 import time
 from pathlib import Path
 
-from nbkit.recipes.adacal import SINKS, TOKENS, WINDOW, cell_key, in_time, load, prompts, read
+from nbkit.recipes.adacal import CHUNK, SINKS, TOKENS, WINDOW, cell_key, in_time, load, prompts, read
 
 RETRIEVAL = ("needle", "tracking", "multikey", "qa", "aggregation")
 FREE = ("table", "code", "prose")
-CHUNK = 12
-CORE = ("dense", "a-shape", "adacal", "adacal-general", "vertical-slash", "tri-shape", "flexprefill", "adacal-uniform")
-OTHERS = ("xattention", "trianglemix", "block-topk", "entropyinfer", "taskkv", "random-heads")
-MATCHED = ("adacal", "vertical-slash", "tri-shape", "flexprefill", "xattention", "random-heads")
+CORE = ("dense", "a-shape", "adacal", "adacal-general", "vertical-slash", "tri-shape")
+OTHERS = ("flexprefill", "xattention", "adacal-uniform", "trianglemix", "block-topk", "entropyinfer", "taskkv", "random-heads")
+MATCHED = ("adacal", "vertical-slash", "tri-shape", "random-heads", "flexprefill", "xattention")
 LONG = ("dense", "a-shape", "adacal", "vertical-slash", "tri-shape")
 DENSITIES = (0.3, 0.25)
 SMALL = ((8, 64), (16, 64))
@@ -164,8 +163,8 @@ def cells(tasks: list[str], settings: dict[tuple[str, float], dict]) -> list[dic
     out += [cell("multikey", "given-columns", keys=7, rivals=rivals) for rivals in RIVALS]
     out += matched(0, DENSITIES[0])
     out += [cell(task, method) for method in OTHERS for task in tasks]
-    out += [cell(task, method, 0, 1024, size=8) for task in ("needle", "table") for method in CORE[:7]]
-    out += [cell(task, method, 1) for method in CORE[:7] for task in tasks]
+    out += [cell(task, method, 0, 1024, size=8) for task in ("needle", "table") for method in CORE]
+    out += [cell(task, method, 1) for method in CORE for task in tasks]
     out += [cell(task, method, 0, 2048, size=4) for task in ("needle", "table") for method in LONG]
     out += [*matched(0, DENSITIES[1]), *matched(1, DENSITIES[0])]
     return list({grid_key(c): c for c in out}.values())

@@ -154,29 +154,38 @@ class Heads:
 
     def __init__(self, data: Mapping):
         self.data = data
-        self._rows = {tuple(sorted(row["cell"].items())): row for row in data["cells"]}
+        self._rows: dict[tuple, list[Mapping]] = {}
+        for row in sorted(data["cells"], key=lambda row: row["cell"].get("chunk", 0)):
+            self._rows.setdefault(self._key(row["cell"]), []).append(row)
 
-    def row(self, **cell) -> Mapping:
-        """The stored record of one cell. Raises: InputError for a cell that was not recorded."""
-        key = tuple(sorted(cell.items()))
-        if key not in self._rows:
-            raise InputError("cell", got=cell, allowed="; ".join(sorted(row["key"] for row in self.data["cells"]))[:400])
-        return self._rows[key]
+    @staticmethod
+    def _key(cell: Mapping) -> tuple:
+        return tuple(sorted((name, value) for name, value in cell.items() if name != "chunk"))
 
-    def has(self, **cell) -> bool:
+    def has(self, task: str, ranking: str, share: float = 0.2) -> bool:
         """Whether a cell was recorded."""
-        return tuple(sorted(cell.items())) in self._rows
+        return self._key({"task": task, "ranking": ranking, "share": _share(ranking, share)}) in self._rows
 
     def __call__(self, what: str, task: str, ranking: str, share: float = 0.2) -> np.ndarray:
         """One number a prompt. ranking "random" is the mean over the recorded draws; "all" and "none" take no share."""
-        share = {"all": 1.0, "none": 0.0}.get(ranking, share)
-        names = [ranking] if ranking != "random" else [f"random-{i}" for i in range(9) if self.has(task=task, ranking=f"random-{i}", share=share)]
-        return np.mean([self.row(task=task, ranking=name, share=share)[what] for name in names], 0)
+        return np.array(list(self._by_prompt(what, task, ranking, share).values()))
+
+    def _by_prompt(self, what: str, task: str, ranking: str, share: float) -> dict[str, float]:
+        names = [f"random-{i}" for i in range(9) if self.has(task, f"random-{i}", share)] if ranking == "random" else [ranking]
+        sides = []
+        for name in names or ["random-0"]:
+            key = self._key({"task": task, "ranking": name, "share": _share(name, share)})
+            if key not in self._rows:
+                known = sorted({dict(k).get("ranking") for k in self._rows if dict(k)["task"] == task} - {None})
+                raise InputError("cell", got=dict(key), allowed=f"{task} with {', '.join(known) or 'nothing'}")
+            sides.append({name: value for row in self._rows[key] for name, value in zip(row["ids"], row[what], strict=True)})
+        return {prompt: float(np.mean([side[prompt] for side in sides])) for prompt in sides[0] if all(prompt in side for side in sides)}
 
     def gain(self, task: str, ours: str, theirs: str, share: float = 0.2) -> Interval:
         """Paired difference of the losses, ours - theirs, over prompts."""
-        a, b = self("nll", task, ours, share), self("nll", task, theirs, share)
-        return paired(a, b, method=_method(len(a)))
+        a, b = self._by_prompt("nll", task, ours, share), self._by_prompt("nll", task, theirs, share)
+        common = [name for name in a if name in b]
+        return paired([a[name] for name in common], [b[name] for name in common], method=_method(len(common)))
 
     def damage(self, task: str) -> dict[int, np.ndarray]:
         """Mean rise of the loss when one head alone is A-shaped: layer -> (heads,)."""
@@ -207,6 +216,10 @@ def spearman(x: Any, y: Any) -> float:
     a, b = (rank - rank.mean() for rank in ranks)
     scale = float(np.sqrt((a**2).sum() * (b**2).sum()))
     return float((a * b).sum()) / scale if scale > 0 else float("nan")
+
+
+def _share(ranking: str, share: float) -> float:
+    return {"all": 1.0, "none": 0.0}.get(ranking, share)
 
 
 def _of(rule: Rule | Mapping[str, Rule], task: str) -> Rule:
