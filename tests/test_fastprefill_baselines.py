@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 from functools import cache as memo
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen3Config
@@ -562,6 +563,28 @@ def test_decode_study_counts_every_method_by_its_cache():
         assert sum(map(sum, without["revived"])) == 0 < sum(map(sum, recovery["revived"]))
         assert recovery["entries"][-1] == without["entries"][-1] + sum(map(sum, recovery["revived"]))
     assert all(loss > 0 for row in out.values() for loss in row["loss"])
+
+
+def test_decode_study_ratios_by_hand():
+    seconds = np.array([[[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]], [[2.0, 6.0, 4.0], [3.0, 3.0, 3.0]]])
+    data = dict.fromkeys(("seconds", "macs", "loss", "entries"), seconds)
+    data |= {"methods": np.array(["full", "recovery"]), "revived": np.ones((2, 2, 3, 4)), "prefill_seconds": np.array([[1.0, 1.0], [2.0, 4.0]])}
+    study = B.DecodeStudy(data)
+    # Ratios of the steps: (2, 3, 1) and (3, 3, 3), their medians 2 and 3. Sums: 12 / 7 and 9 / 3.
+    assert study.ratio("recovery").estimate == pytest.approx(2.5)
+    assert study.ratio("recovery", what="macs").estimate == pytest.approx((12 / 7 + 3) / 2)
+    assert study.difference("recovery").estimate == pytest.approx((12 / 3 - 7 / 3 + 3 - 1) / 2)
+    # Prefill and steps: (2, 4, 10, 14) and (4, 7, 10, 13), medians over the two prompts.
+    assert study.cumulative("recovery").tolist() == [3.0, 5.5, 10.0, 13.5]
+    assert study.rows()[0]["revived"] == 4.0
+    with pytest.raises(InputError, match="no revived"):
+        B.DecodeStudy({k: v for k, v in data.items() if k != "revived"})
+    with pytest.raises(InputError, match="full, recovery"):
+        study.ratio("lazy")
+    with pytest.raises(InputError, match="seconds, macs"):
+        study.ratio("recovery", what="time")
+    with pytest.raises(InputError, match="prompts, steps"):
+        B.DecodeStudy({**data, "loss": seconds[:, :1]})
 
 
 # ---- wrong options ----

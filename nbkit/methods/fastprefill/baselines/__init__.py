@@ -10,6 +10,7 @@
 
 from .asl import ASL, rank_variance, ranks
 from .controls import Full, FullLastRow, OracleRows, RandomRows
+from .decode import DecodeStudy
 from .draft import draft_of, look_ahead, watched
 from .fastkv import FastKV, FastKVCache, fastkv_scores, fastkv_slots
 from .lazy import REVIVE, LazyCache, LazyLLM, LazyRun, LazyStep, lazy_choice, step_macs
@@ -23,6 +24,7 @@ __all__ = [
     "ASL",
     "REVIVE",
     "SHAPES",
+    "DecodeStudy",
     "FastKV",
     "FastKVCache",
     "Full",
