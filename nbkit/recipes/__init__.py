@@ -111,6 +111,10 @@ RECIPES: dict[str, Recipe] = {
             ("recordings/adacal-grid",), 75, "nbkit.recipes.adacal_grid:run",
         ),
         Recipe(
+            "adacal-timing", "time to first token of SmolLM2-135M with AdaCal and without", ("recordings/adacal-timing",), 4,
+            "nbkit.recipes.adacal_timing:run",
+        ),
+        Recipe(
             "fastprefill-decode", "decoding steps of SmolLM2-135M with and without recovery of dropped tokens", ("recordings/fastprefill-decode",), 4,
             "nbkit.recipes.fastprefill_decode:run",
         ),
