@@ -78,9 +78,9 @@ def _dense(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 
 
 def _merged(one: torch.Tensor, one_lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over two disjoint sets of keys as attention over both; a set without keys has log-sum-exp -inf."""
+    """Attention over two disjoint sets of keys as attention over both, written to `one`; a set without keys has log-sum-exp -inf."""
     total = torch.logaddexp(one_lse, other_lse)
-    return (one * (one_lse - total).exp()[..., None]).addcmul_(other, (other_lse - total).exp()[..., None]), total
+    return one.mul_((one_lse - total).exp_()[..., None]).addcmul_(other, (other_lse - total).exp_()[..., None]), total
 
 
 def _by_unit(tensor: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
@@ -107,48 +107,42 @@ def _banded(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, sca
     size, tiles = _TILE_ROWS, -(-rows // _TILE_ROWS)
     # A slice of whole vectors runs a quarter faster than one that is a key shorter.
     span = -(-(size + pattern.window - 1) // 16) * 16
-    q = pad(queries, (0, 0, 0, tiles * size - rows)).view(batch * kv_heads, -1, tiles, size, dim)
+    q = queries if rows == tiles * size else pad(queries, (0, 0, 0, tiles * size - rows))
+    q = q.reshape(batch * kv_heads, -1, tiles, size, dim)
     flat = [tensor.reshape(batch * kv_heads, tokens, dim) for tensor in (keys, values)]
-    out, lse = _near(q, *flat, scaling, pattern.window, span, tokens - rows, named)
+    out, lse = (part.flatten(0, 1) for part in _near(q, *flat, scaling, pattern.window, span, tokens - rows, named))
     if named is not None:
-        far = _far(q.reshape(-1, tiles, size, dim), *flat, scaling, tokens - rows - span + size, named)
+        far = _far(q.flatten(0, 1), *flat, scaling, tokens - rows - span + size, named)
         out, lse = _merged(out, lse, *far) if far is not None else (out, lse)
     return out.view(batch, heads, -1, dim)[:, :, :rows], lse.view(batch, heads, -1)[:, :, :rows]
 
 
 def _near(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, window: int, span: int, first: int,
           named: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of every tile over the slice of `span` keys that ends with its last row: (heads, tiles, size, dim)."""
+    """Attention of every tile over the slice of `span` keys that ends with its last row: shape of q, (pairs, group, tiles, size, dim)."""
     pairs, group, tiles, size, dim = q.shape
     before, after = span - size, first + tiles * size - k.shape[1]
-    k, v = (pad(tensor, (0, 0, before, after)) for tensor in (k, v))
-    slices = [tensor.as_strided((tiles, pairs, span, dim), (size * dim, tensor.stride(0), dim, 1), first * dim) for tensor in (k, v)]
+    slices = [pad(tensor, (0, 0, before, after))[:, first:].unfold(1, span, size).transpose(2, 3) for tensor in (k, v)]
     apart = torch.arange(size)[:, None] + before - torch.arange(span)
-    bias = q.new_zeros(size, span)
-    causal, band = bias.masked_fill(apart < 0, -math.inf), bias.masked_fill((apart < 0) | (apart >= window), -math.inf)
-    shown = None
+    zero = q.new_zeros(size, span)
+    causal, band = zero.masked_fill(apart < 0, -math.inf), zero.masked_fill((apart < 0) | (apart >= window), -math.inf)
     if named is not None:
-        padded = pad(named, (before, after))
-        shown = q.new_zeros(padded.shape).masked_fill_(~padded, -math.inf)[:, first:].unfold(1, span, size)
-    q = q.permute(2, 0, 1, 3, 4).reshape(tiles, pairs, group * size, dim)
-    outs, lses = [], []
-    step = max(1, _BIAS // (pairs * group * size * span))
-    for here in range(0, tiles, step):
-        part = slice(here, min(here + step, tiles))
-        count = part.stop - here
-        inside = torch.arange(here, part.stop)[:, None] * size + first - before + torch.arange(span) >= 0
-        bias = band.expand(1, 1, 1, size, span)
-        if shown is not None:
-            bias = torch.maximum(band, shown.view(pairs, group, *shown.shape[1:])[:, :, part].permute(2, 0, 1, 3).unsqueeze(3)).add_(causal)
-        if here * size + first < before:
-            bias = bias.masked_fill(~inside[:, None, None, None], -math.inf)
-        bias = bias.expand(count, pairs, group, size, span).reshape(count, pairs, group * size, span)
-        got, got_lse = _fused(q[part], slices[0][part], slices[1][part], scaling, bias=bias)
-        outs.append(got)
-        lses.append(got_lse)
-    out, lse = torch.cat(outs), torch.cat(lses)
-    out = out.view(tiles, pairs * group, size, dim).transpose(0, 1)
-    return out.contiguous(), lse.reshape(tiles, pairs * group, size).transpose(0, 1).contiguous()
+        padded = pad(named, (before, after))[:, first:]
+        shown = q.new_zeros(padded.shape).masked_fill_(~padded, -math.inf).unfold(1, span, size).view(pairs, group, tiles, 1, span)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    step = max(1, _BIAS // (pairs * size * span))
+    for start in range(0, tiles, step):
+        part = slice(start, min(start + step, tiles))
+        count = part.stop - start
+        # Slices of the first tiles begin before the first key.
+        outside = torch.arange(start, part.stop)[:, None, None] * size + first - before + torch.arange(span) < 0
+        for member in range(group):
+            bias = band if named is None else torch.maximum(band, shown[:, member, part]).add_(causal)
+            if start * size + first < before:
+                bias = bias.masked_fill(outside, -math.inf)
+            out[:, member, part], lse[:, member, part] = _fused(q[:, member, part], slices[0][:, part], slices[1][:, part], scaling,
+                                                                bias=bias.expand(pairs, count, size, span))
+    return out, lse
 
 
 def _far(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, first: int,
