@@ -352,7 +352,8 @@ FEATURES = {"cues": 0.0, "open": 0.0, "symbols": 0.05, "indent": 0.0, "overlap":
     ({"cues": 1.0}, "general"),
     ({"overlap": 9.0, "longest": 8.0}, "general"),
     ({"open": 1.0, "overlap": 5.0, "longest": 3.0}, "general"),
-    ({"symbols": 0.4, "overlap": 9.0, "longest": 8.0, "open": 1.0}, "structure"),
+    ({"symbols": 0.4, "overlap": 9.0, "longest": 7.0, "open": 1.0}, "structure"),
+    ({"symbols": 0.4, "overlap": 9.0, "longest": 8.0, "open": 1.0}, "retrieval"),
     ({"indent": 0.6, "symbols": 0.15}, "structure"),
     # A question about a table whose words are not in it: the signs disagree.
     ({"symbols": 0.4, "cues": 1.0}, "general"),

@@ -34,7 +34,7 @@ def dispatch(ids: Any, tokenizer: Any = None, *, sinks: int = 4, window: int = 6
     """Classify a prompt by overlap of its ending with its middle, by question cues, and by regularity.
 
     ``retrieval``: rare n-grams of the final paragraph recur in the middle, and it is a question: a cue word or mark, or an unfinished sentence
-    that repeats at least four tokens of the middle. ``structure``: the text is regular (tables, logs, code) and asks nothing. ``general``: all else.
+    that repeats at least four tokens of the middle (eight in regular text). ``structure``: the text is regular (tables, logs, code) and asks nothing. ``general``: all else.
 
     ids: token ids of one prompt, (tokens,) or (1, tokens); tokenizer: of transformers; without one the text cannot be read, so that no cue and no
     regularity is found and the class is ``general``. sinks, window: what does not count as the middle.
@@ -63,7 +63,8 @@ def dispatch(ids: Any, tokenizer: Any = None, *, sinks: int = 4, window: int = 6
 def classify(features: dict[str, float]) -> str:
     """The class that follows from the features of :func:`dispatch`."""
     regular = is_regular(features)
-    asked = features["cues"] > 0 or (features["open"] > 0 and features["longest"] >= 4 and not regular)
+    # Code and tables repeat themselves anyway, so there an ending has to repeat more.
+    asked = features["cues"] > 0 or (features["open"] > 0 and features["longest"] >= (LONGEST if regular else 4))
     if asked and features["overlap"] > 0:
         return "retrieval"
     return "structure" if regular and not asked else "general"
@@ -71,7 +72,7 @@ def classify(features: dict[str, float]) -> str:
 
 def is_regular(features: dict[str, float]) -> bool:
     """Whether the text looks like a table, a log or code: many digits and marks, or indented lines."""
-    return features["symbols"] > 0.25 or (features["indent"] > 0.3 and features["symbols"] > 0.1)
+    return features["symbols"] > 0.25 or (features["indent"] > 0.4 and features["symbols"] > 0.12)
 
 
 def query_overlap(ids: np.ndarray, ending: int = QUERY_TOKENS, *, sinks: int = 4, window: int = 64) -> tuple[int, int]:
