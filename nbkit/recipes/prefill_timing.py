@@ -1,7 +1,7 @@
 """Time to first token of SmolLM2-135M on this machine: data/recordings/prefill-timing.
 
 Fixed before any result was seen: float32, two threads, real prose, 1,024, 2,048 and 4,096 tokens, nine rounds in which every method runs once in a
-shuffled order after a warm-up; ratios are taken within a round. FastPrefill runs at the budget that the grid chose for quality, and at the smallest one.
+shuffled order after a warm-up; ratios are taken within a round. FastPrefill runs at the budget that the grid chose for quality and at the smallest.
 Run it on a machine that does nothing else.
 """
 
