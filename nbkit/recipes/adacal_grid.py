@@ -1,8 +1,8 @@
 """Every sparse way of reading a prompt on the same held-out prompts of SmolLM2-135M: data/recordings/adacal-grid.
 
-Fixed before any result was seen. Tasks: of the retrieval tasks the first three, in the order of RETRIEVAL, whose first answer token the dense
-model gets right on 12 calibration prompts above chance with the whole Wilson interval; then table, code and prose. Prompts of 512 tokens in
-chunks of 12 (held-out templates, fillers and keys); a cell is one method on one chunk. 4 sinks and 64 local keys for every method that has them, all
+Fixed before any result was seen. Tasks: of the retrieval tasks the first two, in the order of RETRIEVAL, whose first answer token the dense model
+gets right on 8 calibration prompts above chance with the whole Wilson interval; then table, code and prose. Prompts of 512 tokens in chunks
+of 12 (held-out templates, fillers and keys); a cell is one method on one chunk. 4 sinks and 64 local keys for every method that has them, all
 else at the defaults of the rule. Loss: first answer token, predicted inside the prefill, or the last 48 tokens of the prompt. Density includes
 the probe. Matched density: window 32 and probe 16, and one knob a method set by bisection on three calibration prompts. Cells come in the order
 of importance and each is written at once; a second call skips it; a time limit ends the run with what is there.
@@ -20,6 +20,7 @@ from nbkit.recipes.adacal import CHUNK, SINKS, TOKENS, WINDOW, cell_key, in_time
 
 RETRIEVAL = ("needle", "tracking", "multikey", "qa", "aggregation")
 FREE = ("table", "code", "prose")
+CHECKED, WANTED = 8, 2
 CORE = ("dense", "a-shape", "adacal", "adacal-general", "vertical-slash", "tri-shape")
 OTHERS = ("flexprefill", "xattention", "adacal-uniform", "trianglemix", "block-topk", "entropyinfer", "taskkv", "random-heads")
 MATCHED = ("adacal", "vertical-slash", "tri-shape", "random-heads", "flexprefill", "xattention")
@@ -104,8 +105,8 @@ def grid_key(cell: dict) -> str:
 
 
 def usable(cell: dict) -> dict:
-    """First answer tokens that the dense model gets right on 12 calibration prompts of a task, and the chance level."""
-    items = prompts(cell["task"], CHUNK, split="calibration")
+    """First answer tokens that the dense model gets right on 8 calibration prompts of a task, and the chance level."""
+    items = prompts(cell["task"], CHECKED, split="calibration")
     right = sum(read(prompt, part_of("dense"))["top1"] for prompt in items)
     # A guess of the leading digit is right once in nine.
     return {"key": grid_key(cell), "cell": cell, "right": int(right), "n": len(items), "chance": max(items[0].chance, 1 / 9)}
@@ -127,10 +128,19 @@ def knob(method: str, x: float) -> dict:
 
 def match(cell: dict) -> dict:
     """The setting of a method whose mean density on three calibration prompts comes nearest to the target from below, by bisection."""
+    from nbkit.inference.patterns import Pattern
+
     items = [prompts(task, 1, split="calibration")[0] for task in ("needle", "table", "prose")]
 
     def density(x: float) -> float:
-        part = part_of(cell["method"], tuple(sorted(knob(cell["method"], x).items())))
+        options = knob(cell["method"], x)
+        bare = Pattern(1, window=options.get("window", WINDOW), sinks=SINKS, dense_rows=options.get("last", 0)).density(TOKENS)
+        # Known without reading anything.
+        if cell["method"] == "tri-shape":
+            return bare
+        if cell["method"] == "random-heads":
+            return bare + options["share"] * (1 - bare)
+        part = part_of(cell["method"], tuple(sorted(options.items())))
         return sum(read(prompt, part)["density"] for prompt in items) / len(items)
 
     low, high, found = 0.0, 1.0, {}
@@ -147,27 +157,29 @@ def match(cell: dict) -> dict:
 # The grid.
 
 
-def cells(tasks: list[str], settings: dict[tuple[str, float], dict]) -> list[dict]:
-    """All cells in the order of importance. settings: (method, density) -> options of the matched comparison."""
-    def cell(task, method, chunk=0, tokens=TOKENS, **more):
-        return {"task": task, "method": method, "chunk": chunk, "tokens": tokens, **more}
+def cells(tasks: list[str]) -> list[dict]:
+    """The cells at default settings in the order of importance."""
+    out = [_cell(task, method) for task in tasks for method in CORE]
+    out += [_cell(task, "a-shape", options={"window": w}) for w in (256, 32, 128) for task in ("needle", "prose")]
+    out += [_cell("needle", method, depth=1.0) for method in ("dense", "a-shape")]
+    out += [_cell(task, "vertical-slash", options={"v": v, "s": s}) for v, s in SMALL for task in tasks]
+    return out + [_cell("multikey", "given-columns", keys=7, rivals=rivals) for rivals in RIVALS]
 
-    def matched(chunk, density):
-        known = [method for method in MATCHED if (method, density) in settings]
-        return [cell(task, method, chunk, options=settings[method, density]) for task in tasks for method in known]
 
-    out = [cell(task, method) for task in tasks for method in CORE]
-    out += [cell(task, "a-shape", options={"window": w}) for task in ("needle", "prose", "table") for w in (32, 128, 256)]
-    out += [cell("needle", method, depth=1.0) for method in ("dense", "a-shape")]
-    out += [cell(task, "vertical-slash", options={"v": v, "s": s}) for task in tasks for v, s in SMALL]
-    out += [cell("multikey", "given-columns", keys=7, rivals=rivals) for rivals in RIVALS]
-    out += matched(0, DENSITIES[0])
-    out += [cell(task, method) for method in OTHERS for task in tasks]
-    out += [cell(task, method, 0, 1024, size=8) for task in ("needle", "table") for method in CORE]
-    out += [cell(task, method, 1) for method in CORE for task in tasks]
-    out += [cell(task, method, 0, 2048, size=4) for task in ("needle", "table") for method in LONG]
-    out += [*matched(0, DENSITIES[1]), *matched(1, DENSITIES[0])]
-    return list({grid_key(c): c for c in out}.values())
+def matched_cells(tasks: list[str], matches: list[dict], chunk: int = 0) -> list[dict]:
+    """Cells of one density at the settings that came near it; a setting far from its target (the knob's floor lies above) is no match."""
+    near = [row for row in matches if abs(row["density"] - row["cell"]["density"]) < 0.03]
+    return [_cell(task, row["cell"]["method"], chunk, options=row["options"]) for row in near for task in tasks]
+
+
+def more_cells(tasks: list[str]) -> list[dict]:
+    """Second chunks, further baselines and longer prompts."""
+    out = [_cell(task, method, 1) for task in tasks for method in CORE] + [_cell(task, method) for method in OTHERS for task in tasks]
+    return out + [_cell(task, method, 0, tokens, size=n) for tokens, n in ((1024, 6), (2048, 4)) for task in ("needle", "table") for method in LONG]
+
+
+def _cell(task: str, method: str, chunk: int = 0, tokens: int = TOKENS, **more) -> dict:
+    return {"task": task, "method": method, "chunk": chunk, "tokens": tokens, **more}
 
 
 def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
@@ -176,21 +188,32 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
     from nbkit.loaders import save_recording
     from nbkit.metrics import wilson
 
+    end = time.monotonic() + 60 * minutes
     each = functools.partial(parallel.map, executor="serial", progress=False, key=grid_key)
-    checks = each(usable, [{"task": task} for task in RETRIEVAL], resume=work_dir / "usable.jsonl")
-    tasks = [row["cell"]["task"] for row in checks if wilson(row["right"], row["n"]).low > row["chance"]][:3] + list(FREE)
+    checks, tasks = [], []
+    for count in range(1, len(RETRIEVAL) + 1):
+        checks = each(usable, [{"task": task} for task in RETRIEVAL[:count]], resume=work_dir / "usable.jsonl")
+        tasks = [row["cell"]["task"] for row in checks if wilson(row["right"], row["n"]).low > row["chance"]]
+        if len(tasks) == WANTED:
+            break
+    tasks += FREE
     log(f"tasks: {tasks} of {[(row['cell']['task'], row['right']) for row in checks]}")
-    wanted = [{"method": method, "density": density} for density in DENSITIES for method in MATCHED]
-    matched = each(match, wanted, resume=work_dir / "match.jsonl")
-    # A setting far from its target (the knob's floor lies above it) is no match.
-    settings = {(r["cell"]["method"], r["cell"]["density"]): r["options"] for r in matched if abs(r["density"] - r["cell"]["density"]) < 0.03}
-    grid = cells(tasks, settings)
-    rows = in_time(evaluate, grid, grid_key, work_dir / "cells.jsonl", minutes, log)
+    grid, matches, rows = [], [], []
+    for stage in (cells, DENSITIES[0], more_cells, DENSITIES[1]):
+        if time.monotonic() > end:
+            break
+        if callable(stage):
+            grid += stage(tasks)
+        else:
+            found = each(match, [{"method": method, "density": stage} for method in MATCHED], resume=work_dir / f"match-{stage}.jsonl")
+            matches += found
+            grid += matched_cells(tasks, found)
+        rows = in_time(evaluate, grid, grid_key, work_dir / "cells.jsonl", (end - time.monotonic()) / 60, log)
     save_recording(
         "adacal-grid",
         {
-            "model": "smollm2-135m", "dtype": "bfloat16", "tasks": tasks, "usable": checks, "matched": matched, "chunk": CHUNK, "tokens": TOKENS,
-            "sinks": SINKS, "window": WINDOW, "planned": len(grid), "cells": rows,
+            "model": "smollm2-135m", "dtype": "bfloat16", "tasks": tasks, "usable": checks, "matched": matches, "chunk": CHUNK, "tokens": TOKENS,
+            "sinks": SINKS, "window": WINDOW, "cells": rows,
         },
         {
             "recipe": "adacal-grid", "seed": 0, "licence": "MIT",

@@ -34,7 +34,8 @@ def dispatch(ids: Any, tokenizer: Any = None, *, sinks: int = 4, window: int = 6
     """Classify a prompt by overlap of its ending with its middle, by question cues, and by regularity.
 
     ``retrieval``: rare n-grams of the final paragraph recur in the middle, and it is a question: a cue word or mark, or an unfinished sentence
-    that repeats at least four tokens of the middle (eight in regular text). ``structure``: the text is regular (tables, logs, code) and asks nothing. ``general``: all else.
+    that repeats at least four tokens of the middle (eight in regular text). ``structure``: the text is regular (tables, logs, code) and asks
+    nothing. ``general``: all else.
 
     ids: token ids of one prompt, (tokens,) or (1, tokens); tokenizer: of transformers; without one the text cannot be read, so that no cue and no
     regularity is found and the class is ``general``. sinks, window: what does not count as the middle.
