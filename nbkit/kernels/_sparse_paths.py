@@ -14,6 +14,7 @@ _TILE_ROWS, _SLASH_ROWS = 64, 32  # rows of a tile; a lone slash costs each row 
 _GATHERED = 2**14  # keys gathered at once: the copies stay in the cache
 _BIAS = 2**20  # mask values held at once
 _LOOSE = 0.8  # tiles padded to a common number of keys have at least this share of it
+_CROWDED = 0.6  # a head whose tiles would gather more than this share of the keys before them is masked instead
 _FLAGS = 2**23  # (tile, key) flags held at once
 
 
@@ -197,7 +198,8 @@ class _Tiles(NamedTuple):
     block: int
     bias: torch.Tensor  # (lines, size): 0 or -inf for the rows of a tile; lines by distance, then keys seen from a row on, then nothing
     lines: int  # lines by distance of one unit
-    shared: bool  # the lines by distance are the same for all units
+    window: int  # the window when there are no slashes: then all units share their lines by distance; else 0
+    last: torch.Tensor  # (tiles,): key index at which the last row of a tile stands
 
 
 def _tile_rows(pattern: Pattern) -> int:
@@ -214,20 +216,38 @@ def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     group, tokens = heads // keys.shape[1], keys.shape[2]
     tiles = _tables(pattern, (batch, heads, rows, tokens), queries.dtype)
     size, units = tiles.size, batch * heads
-    q = pad(queries, (0, 0, 0, tiles.count * size - rows)).reshape(units * tiles.count, 1, size, dim)
+    q = pad(queries, (0, 0, 0, tiles.count * size - rows)).reshape(units, tiles.count, size, dim)
     k, v = (tensor.reshape(-1, dim) for tensor in (keys, values))
-    out = torch.empty(units * tiles.count, size, dim, dtype=queries.dtype)
-    lse = torch.empty(units * tiles.count, size, dtype=queries.dtype)
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     step = max(1, _FLAGS // (tiles.count * tokens))
     for first in range(0, units, step):
-        for item, index, unused in _gathered(tiles, first, min(first + step, units)):
-            unit = item // tiles.count
-            place = (index + (unit // group * tokens)[:, None]).flatten()
-            shape = (len(item), 1, index.shape[1], dim)
-            out_here, lse_here = _fused(q[item], k.index_select(0, place).view(shape), v.index_select(0, place).view(shape), scaling,
-                                        bias=_bias(tiles, item, index, unused))
-            out[item], lse[item] = out_here[:, 0], lse_here[:, 0]
+        unit = torch.arange(first, min(first + step, units))
+        flags = _flags(tiles, unit)
+        spent = flags.sum((1, 2))
+        crowded = spent > _CROWDED * (tiles.last + 1).clamp(max=tokens).sum()
+        if bool(crowded.any()):
+            _whole(q, keys, values, scaling, tiles, unit[crowded], (out, lse))
+        if not bool(crowded.all()):
+            for item, index, unused in _gathered(tiles, unit[~crowded], flags[~crowded]):
+                place = (index + (item // tiles.count // group * tokens)[:, None]).flatten()
+                shape = (len(item), 1, index.shape[1], dim)
+                out_here, lse_here = _fused(q.view(-1, 1, size, dim)[item], k.index_select(0, place).view(shape),
+                                            v.index_select(0, place).view(shape), scaling, bias=_bias(tiles, item, index, unused))
+                out.view(-1, size, dim)[item], lse.view(-1, size)[item] = out_here[:, 0], lse_here[:, 0]
     return out.view(batch, heads, -1, dim)[:, :, :rows], lse.view(batch, heads, -1)[:, :, :rows]
+
+
+def _whole(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, tiles: _Tiles, unit: torch.Tensor,
+           results: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Heads whose tiles would gather about as much as there is: every key up to the tile under a mask, written to the results."""
+    group, tokens = q.shape[0] // (keys.shape[0] * keys.shape[1]), tiles.tokens
+    k, v = (tensor.flatten(0, 1)[unit // group][None] for tensor in (keys, values))
+    for tile, last in enumerate(tiles.last.tolist()):
+        end = min(last + 1, tokens)
+        index = torch.arange(end).expand(len(unit), -1)
+        bias = _bias(tiles, unit * tiles.count + tile, index, torch.zeros_like(index, dtype=torch.bool)).transpose(0, 1)
+        out, lse = _fused(q[unit, tile][None], k[:, :, :end], v[:, :, :end], scaling, bias=bias)
+        results[0][unit, tile], results[1][unit, tile] = out[0], lse[0]
 
 
 def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dtype) -> _Tiles:
@@ -245,49 +265,70 @@ def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dty
     sees = torch.cat([lines.reshape(-1, size), later, later.new_zeros(1, size)])
     return _Tiles(size, -(-rows // size), tokens - rows, tokens, pad(near.flip(1), (0, tokens)),
                   _named(pattern, batch, heads, tokens), None if pattern.blocks is None else _by_unit(pattern.blocks, batch, heads), pattern.block,
-                  torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf), lines.shape[1], len(apart) == 1)
+                  torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf), lines.shape[1],
+                  pattern.window if pattern.slashes is None else 0, tokens - rows + torch.arange(1, -(-rows // size) + 1) * size - 1)
 
 
-def _gathered(tiles: _Tiles, start: int, stop: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Tiles of the units start..stop that run together: their numbers (items,), keys (items, most) and which of those slots are unused."""
-    last = tiles.first + torch.arange(1, tiles.count + 1) * tiles.size - 1
-    spread = tiles.reach if len(tiles.reach) == 1 else tiles.reach[start:stop]
-    flags = spread.unfold(1, tiles.tokens, 1)[:, tiles.tokens + tiles.size - 2 - last]
-    at_most = torch.arange(tiles.tokens) <= last[:, None]
+def _flags(tiles: _Tiles, unit: torch.Tensor) -> torch.Tensor:
+    """Does a row of a tile see the key: (units, tiles, tokens)."""
+    spread = tiles.reach if tiles.window else tiles.reach[unit]
+    flags = spread.unfold(1, tiles.tokens, 1)[:, tiles.tokens + tiles.size - 2 - tiles.last]
+    at_most = torch.arange(tiles.tokens) <= tiles.last[:, None]
     if tiles.named is not None:
-        flags = flags | (tiles.named[start:stop, None] & at_most)
+        flags = flags | (tiles.named[unit, None] & at_most)
     if tiles.blocks is not None:
-        squares = tiles.blocks[start:stop, torch.arange(tiles.count) * tiles.size // tiles.block]
+        squares = tiles.blocks[unit[:, None], torch.arange(tiles.count) * tiles.size // tiles.block]
         flags = flags | (squares.repeat_interleave(tiles.block, 2)[..., :tiles.tokens] & at_most)
-    flags = flags.expand(stop - start, -1, -1).reshape(-1, tiles.tokens)
+    return flags.expand(len(unit), -1, -1)
+
+
+def _gathered(tiles: _Tiles, unit: torch.Tensor, flags: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Tiles that run together: their numbers (items,), their keys at the end of (items, most), and which slots before these are unused."""
+    number = (unit[:, None] * tiles.count + torch.arange(tiles.count)).flatten()
+    flags = flags.reshape(-1, tiles.tokens)
     counts, order = flags.sum(1).sort(descending=True, stable=True)
     found = flags[order].nonzero()[:, 1]
-    begins, sizes = counts.cumsum(0) - counts, counts.tolist()
+    ends, sizes = counts.cumsum(0), counts.tolist()
     here = 0
     while here < len(sizes):
         most, until = sizes[here], here + 1
         while until < len(sizes) and sizes[until] >= _LOOSE * most and (until + 1 - here) * most <= _GATHERED:
             until += 1
-        slot = torch.arange(most)
-        index = found[(begins[here:until, None] + slot).clamp_max_(len(found) - 1)]
-        yield order[here:until] + start * tiles.count, index, slot >= counts[here:until, None]
+        back = torch.arange(most, 0, -1)
+        yield number[order[here:until]], found[(ends[here:until, None] - back).clamp_min_(0)], back > counts[here:until, None]
         here = until
 
 
 def _bias(tiles: _Tiles, item: torch.Tensor, index: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
-    """0 where a row of a tile sees a gathered key and -inf elsewhere, (items, 1, size, most): one line of the table for each key."""
+    """0 where a row of a tile sees a key and -inf elsewhere, (items, 1, size, keys): one line of the table for each key."""
     unit, tile = item // tiles.count, item % tiles.count
-    apart = (tiles.first + tile * tiles.size)[:, None] - index  # from the first row of the tile
-    line = apart + (tiles.size - 1) if tiles.shared else apart + (unit * tiles.lines + tiles.size - 1)[:, None]
-    named = None if tiles.named is None else tiles.named[unit[:, None], index]
+    start = (tiles.first + tile * tiles.size)[:, None]
+    # Without slashes only keys in reach of the window, which come last, are seen by some rows and not by others.
+    plain = max(0, index.shape[1] - tiles.size - tiles.window + 1) if tiles.window else 0
+    hidden = unused
+    if plain:
+        hidden = unused | ~_seen_by_all(tiles, unit, tile, index)
+    line = start - index[:, plain:] + (tiles.size - 1)
+    if not tiles.window:
+        line += (unit * tiles.lines)[:, None]
+    later = len(tiles.bias) - tiles.size - 1
+    line = torch.where(_seen_by_all(tiles, unit, tile, index[:, plain:]), (later - start + index[:, plain:]).clamp_min_(later), line)
+    line = line.masked_fill_(unused[:, plain:], len(tiles.bias) - 1)
+    exact = tiles.bias.index_select(0, line.flatten()).view(*line.shape, tiles.size).transpose(1, 2)
+    if not plain:
+        return exact[:, None]
+    bias = exact.new_empty(len(item), tiles.size, index.shape[1])
+    bias[..., :plain] = exact.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, :plain]
+    bias[..., plain:] = exact
+    return bias[:, None]
+
+
+def _seen_by_all(tiles: _Tiles, unit: torch.Tensor, tile: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Is a key a sink, a column or in a block of the tile."""
+    seen = torch.zeros_like(index, dtype=torch.bool) if tiles.named is None else tiles.named[unit[:, None], index]
     if tiles.blocks is not None:
-        squares = tiles.blocks[unit[:, None], (tile * tiles.size // tiles.block)[:, None], index // tiles.block]
-        named = squares if named is None else named | squares
-    if named is not None:
-        later = len(tiles.bias) - tiles.size - 1
-        line = torch.where(named, (later - apart).clamp_min_(later), line)
-    line = line.masked_fill_(unused, len(tiles.bias) - 1)
-    return tiles.bias.index_select(0, line.flatten()).view(*index.shape, tiles.size).transpose(1, 2)[:, None]
+        seen = seen | tiles.blocks[unit[:, None], (tile * tiles.size // tiles.block)[:, None], index // tiles.block]
+    return seen
 
 
 def masked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
