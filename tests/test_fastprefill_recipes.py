@@ -54,7 +54,8 @@ def in_a_session(model, rule, prompt, answer):
 
 
 RULES = [
-    TokenPruning(PruneSchedule.one_shot(2, 0.3, 4), score="max", **PRUNING), TokenPruning(PruneSchedule((1.0, 0.8, 0.5, 0.2)), score="sum", **PRUNING),
+    TokenPruning(PruneSchedule.one_shot(2, 0.3, 4), score="max", **PRUNING),
+    TokenPruning(PruneSchedule((1.0, 0.8, 0.5, 0.2)), score="cummax", **PRUNING),
     b.Full(), b.FastKV(layer=2, rate=0.3), b.ASL(first=1, tau=2.0, keep_tokens=0.3, span=2), b.PyramidInfer(delta=0.5, least=5),
     b.LazyLLM(layers=(1, 2), rates=(0.5, 0.3), revive="none"), b.SlimInfer(layers=(1, 2), rates=(0.8, 0.5), block=8, unit=2),
     b.GemFilter(layer=1, keep_tokens=0.3), b.SpecPrefill(draft=1, keep_share=0.5, chunk=8), b.RandomRows(layer=1, rate=0.4, window=4),
@@ -97,7 +98,7 @@ def test_identity_06_rows_and_macs_of_the_session_are_those_of_the_cost_model(fa
     schedule, shape = PruneSchedule((1.0, 0.7, 0.7, 0.3)), ModelShape.from_config(model.config)
     _, counts, macs = in_a_session(model, TokenPruning(schedule, score=score, **PRUNING), prompt, answer)
     assert counts == list(schedule.counts(TOKENS, 8))
-    scored = range(3) if score == "cummax" else None
+    scored = "all" if score == "cummax" else "drop"
     assert macs == prefill_macs(shape, counts, window=6, scored=scored).total
 
 
@@ -120,8 +121,9 @@ def test_dropping_rows_equals_masking_their_keys():
     alive[keep] = True
     masked = causal & (alive[None] | torch.eye(length, dtype=torch.bool))
     ids = torch.as_tensor(np.concatenate([prompt, answer]))[None]
+    masks = [causal, causal, masked, masked]
     handles = [
-        layer.register_forward_pre_hook(lambda m, a, k, i=i: (a, {**k, "attention_mask": (causal if i < 2 else masked)[None, None]}), with_kwargs=True)
+        layer.register_forward_pre_hook(lambda m, a, k, i=i: (a, {**k, "attention_mask": masks[i][None, None]}), with_kwargs=True)
         for i, layer in enumerate(model.model.layers)
     ]
     with torch.inference_mode():
@@ -194,7 +196,8 @@ class Pair:
 def test_fitted_schedules_keep_the_budget_and_say_how_they_came_about(objective):
     model = tiny()
     calibration = [Pair(1, "a"), Pair(2, "b")]
-    schedule = fit_schedule(model, None, calibration, latency_budget=0.8, objective=objective, rates=(0.2, 0.5), layers=(1, 2, 3), refine_evaluations=3, **PRUNING)
+    options = {"rates": (0.2, 0.5), "layers": (1, 2, 3), "refine_evaluations": 3, **PRUNING}
+    schedule = fit_schedule(model, None, calibration, latency_budget=0.8, objective=objective, **options)
     shape = ModelShape.from_config(model.config)
     spent = prefill_macs(shape, schedule.counts(TOKENS, 8), window=6).total
     assert spent <= 0.8 * prefill_macs(shape, [TOKENS] * 4).total and schedule.layers == 4
@@ -227,3 +230,67 @@ def test_a_schedule_of_another_model_is_refused_when_it_is_used():
     model, (prompt, _) = tiny(), tokens()
     with pytest.raises(InputError, match="6 ratios"), attach(model, rows=TokenPruning(PruneSchedule.one_shot(3, 0.5, 6), **PRUNING)):
         model(torch.as_tensor(prompt)[None])
+
+
+# ---- recipes and recordings ----
+
+
+SMOL = ModelShape(30, 576, 9, 3, 64, 1536, 49152)
+
+
+def recording(name):
+    from nbkit.loaders import load_recording
+
+    return load_recording(name).data
+
+
+@pytest.mark.parametrize("tau", [0.75, 0.65])
+def test_published_rules_use_their_budget_and_no_more(tau):
+    from nbkit.recipes import fastprefill as recipe
+
+    rules, full = recipe.baseline_rules(SMOL, tau), prefill_macs(SMOL, [recipe.TOKENS] * 30).total
+    spent = {
+        "gemfilter": b.gemfilter_first_pass(SMOL, recipe.TOKENS, 12) + prefill_macs(SMOL, [rules["gemfilter"].keep_tokens] * 30).total,
+        "specprefill": b.draft_reading(ModelShape(**{**vars(SMOL), "layers": recipe.DRAFT_LAYERS}), recipe.TOKENS, 8)
+        + prefill_macs(SMOL, [int(rules["specprefill"].keep_share * recipe.TOKENS + 0.5)] * 30).total,
+        "fastkv": prefill_macs(SMOL, PruneSchedule.one_shot(15, rules["fastkv"].rate, 30).counts(recipe.TOKENS), window=8).total,
+    }
+    for name, macs in spent.items():
+        # A chunk of 32 tokens is the smallest step of the draft's choice.
+        assert tau - (0.05 if name == "specprefill" else 0.01) < macs / full <= tau
+    for name in ("lazyllm", "sliminfer"):
+        ratios = [1.0] * 30
+        for layer, rate in zip((10, 15, 20), rules[name].rates, strict=True):
+            ratios[layer:] = [rate] * (30 - layer)
+        assert tau - 0.01 < prefill_macs(SMOL, PruneSchedule(tuple(ratios)).counts(recipe.TOKENS)).total / full <= tau
+
+
+def test_the_recorded_table_gives_the_recorded_schedules():
+    from nbkit.methods.fastprefill.cost import MacCost
+
+    data, grid = recording("fastprefill-sensitivity"), recording("fastprefill-grid")
+    table = SensitivityTable.from_dict(data["table"])
+    planner = table.planner(SMOL, tokens=data["tokens"], cost=MacCost(SMOL, data["window"]), floor=data["floor"], scored=data["scored"])
+    for tau in grid["taus"]:
+        found = planner.solve(tau)
+        assert list(found.ratios) == pytest.approx(grid["schedules"][f"optimised@{tau:g}"]["ratios"])
+        assert planner.cost(found) <= tau * planner.full_cost
+    assert table.smooth()[1] == pytest.approx(data["smoothing"], abs=1e-4)
+
+
+def test_recorded_cells_keep_their_budgets_and_pair_up():
+    from nbkit.methods.fastprefill.report import Grid
+
+    data = recording("fastprefill-grid")
+    grid = Grid(data)
+    full = prefill_macs(SMOL, [data["tokens"]] * 30).total
+    assert set(grid.values("macs", "full")) == {full}
+    for tau in data["taus"]:
+        for name in ("optimised", "one-shot-middle", "linear", "cosine", "fitprune", "single-best"):
+            cell = f"{name}@{tau:g}"
+            assert (grid.values("macs", cell) <= tau * full * (1 + 1e-9)).all(), cell
+            assert grid.common(cell) == grid.common("full")
+            assert np.isfinite(grid.values("nll", cell)).all()
+    # A schedule that was chosen on one set of prompts is only judged on others.
+    calibration = set(recording("fastprefill-sensitivity")["ids"])
+    assert not calibration & set(grid.prompts) and all("held-out" in name for name in grid.prompts)

@@ -156,7 +156,7 @@ def _planner():
 
     data = load_recording("fastprefill-sensitivity").data
     shape = ModelShape(30, 576, 9, 3, 64, 1536, 49152)
-    return SensitivityTable.from_dict(data["table"]).planner(shape, tokens=data["tokens"], floor=data["floor"])
+    return SensitivityTable.from_dict(data["table"]).planner(shape, tokens=data["tokens"], floor=data["floor"], scored=data["scored"])
 
 
 def _optimiser() -> bench.Measured:

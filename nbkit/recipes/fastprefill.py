@@ -23,7 +23,7 @@ LAYERS, RATES = (3, 6, 9, 12, 15, 18, 21, 24, 27), (0.05, 0.1, 0.2, 0.3, 0.5, 0.
 TAUS = (0.85, 0.75, 0.65, 0.55)
 SINKS, WINDOW, POOL = 4, 32, 7
 FLOOR = SINKS + WINDOW
-SCORE = "max"
+SCORE, SCORED = "cummax", "all"
 HEAD_PROMPTS, HEAD_BUDGETS = 40, (0.05, 0.1, 0.15, 0.2)
 BASELINE_TAUS, SPECIAL_TAUS, FAST_TAU = (0.75, 0.65), (0.65, 0.55), 0.65
 DRAFT_LAYERS = 10
@@ -139,7 +139,7 @@ def run_sensitivity(work_dir: Path, out_dir: Path, log) -> None:
     forced = [np.r_[:SINKS, TOKENS - WINDOW : TOKENS]] * len(masses)
     peers = {f"{tau:g}": fit_fitprune(masses, tau=tau, cost=MacCost(shape, WINDOW), forced=forced, floor=FLOOR) for tau in TAUS}
     data = {
-        "tokens": TOKENS, "score": SCORE, "sinks": SINKS, "window": WINDOW, "pool": POOL, "floor": FLOOR,
+        "tokens": TOKENS, "score": SCORE, "scored": SCORED, "sinks": SINKS, "window": WINDOW, "pool": POOL, "floor": FLOOR,
         "dtype": json.loads((work_dir / "dtype.json").read_text()),
         "kinds": json.loads((work_dir / "usable.json").read_text()), "table": table.as_dict(), "smoothing": table.smooth()[1], "ids": names,
         "full": [{"id": r["id"], "kind": r["kind"], "nll": r["nll"], "exact": r["full_exact"]} for r in rows],
@@ -168,12 +168,12 @@ def schedules() -> dict[str, Any]:
 
     data = load_recording("fastprefill-sensitivity").data
     table, shape = SensitivityTable.from_dict(data["table"]), runner(data["dtype"]["dtype"])[0].shape
-    options = {"tokens": TOKENS, "cost": MacCost(shape, WINDOW), "floor": FLOOR}
+    options = {"tokens": TOKENS, "cost": MacCost(shape, WINDOW), "floor": FLOOR, "scored": SCORED}
     planner, depth = table.planner(shape, **options), shape.layers
     full = planner.full_cost
 
     def cost(schedule) -> float:
-        return schedule_macs(shape, schedule, TOKENS, floor=FLOOR, window=WINDOW)
+        return schedule_macs(shape, schedule, TOKENS, floor=FLOOR, window=WINDOW, scored=SCORED)
 
     # The tuned single drop may only use what was measured, without smoothing.
     raw = type(planner)(*table.spread(table.mean(), depth), **options)

@@ -127,14 +127,15 @@ def banded_pairs(rows: int, keys: int, band: int) -> int:
 
 def prefill_macs(
     shape: ModelShape, counts: Sequence[int], *, pairs: Sequence[float] | None = None, last_row_only: bool = False, prune_at: str = "pre",
-    window: int = 0, scored: Sequence[int] | None = None, lm_head: bool = False,
+    window: int = 0, scored: Sequence[int] | str = "drop", lm_head: bool = False,
 ) -> Macs:
     """Exact MACs of a prefill with ``counts[l]`` rows alive in layer l.
 
     pairs: visible pairs of every layer, averaged over heads (default: the causal half square n (n + 1) / 2, 576 n^2 MACs in SmolLM2).
     last_row_only: the last layer computes query, attention row, output and FFN for its last row only, which changes no logits.
     prune_at: "pre" drops before a layer, "post_attn" already between attention and FFN of the layer before it.
-    window: rows whose q.k scores rank the tokens, in the layers ``scored`` (default: the layer before each drop); 0 leaves scoring out.
+    window: rows whose q.k scores rank the tokens, 0 leaves scoring out. scored: layers that compute them; "drop" is the layer before each drop,
+        "all" every layer before the last drop.
     Raises: InputError when counts or pairs do not fit the model.
 
     >>> smol = ModelShape(30, 576, 9, 3, 64, 1536, 49152)
@@ -157,7 +158,12 @@ def prefill_macs(
         kv = 2 * shape.hidden * shape.head_dim * shape.kv_heads
         qkvo[-1] = n[-1] * kv + shape.qkvo - kv
         ffn[-1], visible[-1] = shape.feed_forward, n[-1]
-    where = [layer - 1 for layer in np.flatnonzero(np.diff(n) < 0) + 1] if scored is None else list(scored)
+    before = np.flatnonzero(np.diff(n) < 0)
+    if isinstance(scored, str):
+        if scored not in ("drop", "all"):
+            raise InputError("scored", got=scored, allowed="drop, all, or layers")
+        scored = before if scored == "drop" else range(int(before[-1]) + 1 if len(before) else 0)
+    where = list(scored)
     scoring = sum(min(window, int(n[layer])) * int(n[layer]) for layer in where) * shape.heads * shape.head_dim
     return Macs(qkvo, visible * shape.pair, ffn, float(scoring), float(shape.lm_head if lm_head else 0))
 

@@ -62,8 +62,19 @@ class Planner:
         self.full_cost = self.layers * float(self.price[0])
         # A full layer is a whole number of buckets, so that full prefill costs exactly what it is allowed at tau = 1.
         unit = self.price[0] / buckets
-        self._width = np.ceil(self.price / unit - 1e-9).astype(int)
-        self._fee = np.ceil(self.fee / unit - 1e-9).astype(int)
+        plain, wide = (np.ceil(x / unit - 1e-9).astype(int) for x in (self.price, self.price + self.fee))
+        drops = [(old, new) for new in range(len(self.rates)) for old in range(new)]
+        stays = [(rate, rate) for rate in range(len(self.rates))]
+        # Steps (phase before, phase after, rate before, rate after, buckets). With scored = "all" phase 0 will drop again and phase 1 will not, so
+        # that every layer before the last drop pays for its scores; otherwise the layer before a drop pays, with that drop.
+        if scored == "all":
+            self._steps = [(0, 0, a, b, int(wide[b])) for a, b in drops + stays]
+            self._steps += [(0, 1, a, b, int(plain[b])) for a, b in drops] + [(1, 1, a, b, int(plain[b])) for a, b in stays]
+            self._starts = ((0, int(wide[0])), (1, int(plain[0])))
+        else:
+            fees = np.ceil((self.price[None] + self.fee[:, None]) / unit - 1e-9).astype(int)
+            self._steps = [(0, 0, a, b, int(fees[a, b])) for a, b in drops] + [(0, 0, a, b, int(plain[b])) for a, b in stays]
+            self._starts = ((0, int(plain[0])),)
         self._memory: dict[bytes, np.ndarray] = {}
 
     # Costs and losses of a given schedule.
@@ -150,69 +161,60 @@ class Planner:
         return schedule.with_loss(self.loss(schedule, objective=objective), **about, cost_share=self.cost(schedule) / self.full_cost, **meta)
 
     def _reach(self, table: np.ndarray) -> np.ndarray:
-        """V[layer, rate, bucket]: smallest loss of layers 0..layer at exactly that rounded cost, inf where none."""
+        """V[layer, phase, rate, bucket]: smallest loss of layers 0..layer at exactly that rounded cost, inf where none."""
         key = table.tobytes()
         if key in self._memory:
             return self._memory[key]
-        count = len(self.rates)
         most = self.layers * self.buckets
-        value = np.full((self.layers, count, most + 1), np.inf)
-        start = self._width[0]
-        value[0, 0, start] = 0.0
+        value = np.full((self.layers, len(self._starts), len(self.rates), most + 1), np.inf)
+        for phase, bucket in self._starts:
+            if bucket <= most:
+                value[0, phase, 0, bucket] = 0.0
+        widest = max(step[-1] for step in self._steps)
         for layer in range(1, self.layers):
             before, now = value[layer - 1], value[layer]
             # Buckets that a prefix of this many layers can reach.
-            used = min(most, int((layer + 1) * self.buckets + self._fee.sum() * (layer if self.scored == "all" else 1))) + 1
-            for new in range(count):
-                target = now[new]
-                for old in range(new + 1):
-                    shift = self._step(old, new)
-                    if shift < used:
-                        change = table[layer, new] - table[layer, old]
-                        np.minimum(target[shift:used], before[old, : used - shift] + change, out=target[shift:used])
-                target += _TIE * (1 - self.rates[new])
+            used = min(most, (layer + 1) * widest) + 1
+            for phase, after, old, new, shift in self._steps:
+                if shift < used:
+                    target = now[after, new, shift:used]
+                    np.minimum(target, before[phase, old, : used - shift] + self._change(table, layer, old, new), out=target)
         # One table is asked for many budgets; a handful covers the tasks and their mean.
         if len(self._memory) >= 4:
             self._memory.pop(next(iter(self._memory)))
         self._memory[key] = value
         return value
 
-    def _step(self, old: int, new: int) -> int:
-        """Buckets of one layer at rate ``new`` after one at rate ``old``."""
-        fee = self._fee[old] if new > old or (self.scored == "all" and old > 0) else 0
-        return int(self._width[new] + fee)
+    def _change(self, table: np.ndarray, layer: int, old: int, new: int) -> float:
+        return float(table[layer, new] - table[layer, old] + _TIE * (1 - self.rates[new]))
 
     def _walk(self, table: np.ndarray, limit: int) -> tuple[float, ...]:
-        if self.scored == "all" and limit < self.layers * self.buckets:
-            # Scores of all layers at full length: what any pruned schedule pays at the most.
-            limit -= self.layers * int(self._fee[0])
         value = self._reach(table)
-        last = value[-1][:, : max(limit, 0) + 1]
+        last = value[-1, -1][:, : limit + 1]
         if not np.isfinite(last).any():
             raise RunError(
                 "no schedule on this grid is that cheap", got=f"limit {limit / (self.layers * self.buckets):.3f} of full prefill",
                 allowed=f">= {self.cheapest:.3f}", hint="a larger latency budget, smaller rates or a smaller floor",
             )
-        rate, bucket = np.unravel_index(int(np.argmin(last)), last.shape)
-        if value[-1][rate, bucket] > FORBIDDEN / 2:
+        rate, bucket = (int(i) for i in np.unravel_index(int(np.argmin(last)), last.shape))
+        if last[rate, bucket] > FORBIDDEN / 2:
             raise RunError("the budget asks for a drop before the first measured layer", hint="a larger latency budget, or more layers in the grid")
-        path = [int(rate)]
+        path, phase = [rate], len(self._starts) - 1
         for layer in range(self.layers - 1, 0, -1):
-            new = path[-1]
-            options = []
-            for old in range(new + 1):
-                back = bucket - self._step(old, new)
-                options.append(value[layer - 1, old, back] + table[layer, new] - table[layer, old] if back >= 0 else np.inf)
-            old = int(np.argmin(options))
-            bucket -= self._step(old, new)
+            options = [
+                (value[layer - 1, start, old, bucket - shift] + self._change(table, layer, old, new), start, old, shift)
+                for start, after, old, new, shift in self._steps if after == phase and new == path[-1] and shift <= bucket
+            ]
+            _, phase, old, shift = min(options)
+            bucket -= shift
             path.append(old)
         return tuple(float(self.rates[i]) for i in reversed(path))
 
     @property
     def cheapest(self) -> float:
-        """Cost of the cheapest schedule on the grid as a share of full prefill, rounded up as the optimiser does."""
-        rest = self._width[-1] * (self.layers - 1) + (self._fee[0] if self.layers > 1 else 0)
-        return float((self._width[0] + rest) / (self.layers * self.buckets))
+        """Cost of the cheapest schedule on the grid as a share of full prefill: everything dropped after layer 0."""
+        rest = self.price[-1] * (self.layers - 1) + (self.fee[0] if self.layers > 1 else 0)
+        return float((self.price[0] + rest) / self.full_cost)
 
     def _priced(self, table: np.ndarray, price: float) -> tuple[float, ...]:
         """Smallest loss + price * cost / full cost, layer by layer."""
