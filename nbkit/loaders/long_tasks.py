@@ -145,8 +145,8 @@ def load_long_tasks(
         filler: ``prose`` or ``code``, what needles, keys, variables and votes are hidden in.
         evidence: False leaves the evidence out and asks all the same: the control that no reader can answer from the prompt.
         digits: of the values asked for by needle, multikey and tracking.
-        keys: statements that look like evidence, the right one among them (default: 4 for multikey, 2 for tracking, 4 options for aggregation).
-        hops: statements from a name to its value in tracking.
+        keys: statements that look like evidence, the right one among them (default: 4 for multikey, 1 chain for tracking, 4 options for aggregation).
+        hops: statements from a name to its value in tracking; the question names the last of the chain alone.
         depth: one place for all prompts, in [0, 1], instead of the cycle.
 
     Raises: InputError for an unknown kind or split, numbers out of range, or more text than there is.
@@ -161,7 +161,7 @@ def load_long_tasks(
         raise InputError("split", got=split, allowed=" or ".join(SPLITS))
     if filler not in ("prose", "code"):
         raise InputError("filler", got=filler, allowed="prose or code")
-    keys = keys if keys is not None else {"tracking": 2}.get(kind, 4)
+    keys = keys if keys is not None else {"tracking": 1}.get(kind, 4)
     bounds = {"n": (n, 1, 10_000), "tokens": (tokens, 128, 32_768), "digits": (digits, 1, 9), "keys": (keys, 1 if kind == "tracking" else 2, 7),
               "hops": (hops, 1, 4), "seed": (seed, 0, 2**32)}
     for name, (value, low, high) in bounds.items():
@@ -178,7 +178,7 @@ def load_long_tasks(
         # A generator of its own for every prompt: more prompts change none of the first ones.
         rng = np.random.default_rng([seed, index, int(tokens), *hashlib.sha256(f"{kind}/{split}".encode()).digest()[:4]])
         place = DEPTHS[(index + seed) % len(DEPTHS)] if depth is None else float(depth)
-        task = _Task(tools, rng, split, int(tokens), index, filler, evidence, place, digits, keys, hops)
+        task = _Task(kind, tools, rng, split, int(tokens), index, filler, evidence, place, digits, keys, hops)
         made = make(task)
         if not tools.content(int(made.answer_ids[0])):
             raise InputError("tokenizer", got=f"answer {made.answer!r} that starts with token {tools.piece(made.answer_ids[0])!r}",
@@ -199,6 +199,7 @@ def _tools(tokenizer: Any) -> _Tools:
 class _Task:
     """What a maker needs for one prompt."""
 
+    kind: str
     tools: _Tools
     rng: np.random.Generator
     split: str
@@ -222,6 +223,11 @@ class _Task:
         low = 10 ** (self.digits - 1)
         drawn = self.rng.choice(9 * low, size=count, replace=False) if 9 * low <= 10**6 else self.rng.integers(0, 9 * low, count)
         return [str(low + int(x)) for x in drawn]
+
+    def guess(self, keys: int | None = None) -> float:
+        """Chance of the right number, among the values said or, if there is one alone, among all numbers."""
+        keys = self.keys if keys is None else keys
+        return 1 / keys if keys > 1 else 1 / (9 * 10 ** (self.digits - 1))
 
     def place(self) -> float:
         """A place for a statement that is no evidence."""
@@ -304,8 +310,8 @@ def _needle(task: _Task, keys: int = 1) -> _Made:
     values = task.numbers(keys)
     said = [(task.depth, statement.format(key=names[0], value=values[0]), True)]
     said += [(task.place(), statement.format(key=k, value=v), False) for k, v in zip(names[1:], values[1:], strict=True)]
-    chance = 1 / keys if keys > 1 else 1 / (9 * 10 ** (task.digits - 1))
-    return _compose(task, f"needle-{task.split}-{which}", _stream(task), said, question.format(key=names[0]), values[0], chance)
+    ask = question.format(key=names[0])
+    return _compose(task, f"{task.kind}-{task.split}-{which}", _stream(task), said, ask, values[0], task.guess(keys))
 
 
 def _multikey(task: _Task) -> _Made:
@@ -324,16 +330,15 @@ def _tracking(task: _Task) -> _Made:
         places = [start, *np.sort(task.rng.uniform(start, 0.98, task.hops - 1)).tolist()]
         said.append((places[0], statement.format(key=own[0], value=values[chain]), chain == 0))
         said += [(places[i], link.format(key=own[i], other=own[i - 1]), chain == 0) for i in range(1, task.hops)]
-    own = names[: task.hops]
-    ask = question.format(key=own[-1], other=own[-2] if task.hops > 1 else own[-1])
-    return _compose(task, f"tracking-{task.split}-{which}", _stream(task), said, ask, values[0], 1 / task.keys)
+    ask = question.format(key=names[task.hops - 1])
+    return _compose(task, f"tracking-{task.split}-{which}", _stream(task), said, ask, values[0], task.guess())
 
 
 def _aggregation(task: _Task) -> _Made:
     which, (statement, question) = task.wording(words.AGGREGATION)
     options = [str(x) for x in task.rng.choice(words.OPTIONS[task.split], size=task.keys, replace=False)]
-    # The winner has three times the votes of every other option, spread over the whole text.
-    counts = [6, *[2] * (task.keys - 1)]
+    # The winner has eight votes and every other option one, spread over the whole text.
+    counts = [8, *[1] * (task.keys - 1)]
     said = []
     for option, count in zip(options, counts, strict=True):
         said += [(task.place(), statement.format(option=option), option == options[0]) for _ in range(count)]
@@ -355,9 +360,10 @@ def _qa(task: _Task) -> _Made:
     if total < task.tokens:
         raise InputError("tokens", got=task.tokens, allowed=f"<= {total}", hint="fewer tokens")
     stream = ("docstrings", np.concatenate(lines))
-    answer = text if question.endswith('"') else f" {text}"
+    # The first word is given: what a sentence starts with is a matter of style, not of the entry.
+    word, rest = text.split(" ", 1)
     said = [(task.depth, statement.format(name=name, text=text), True)]
-    return _compose(task, f"qa-{task.split}-{which}", stream, said, question.format(name=name), answer, 1 / len(lines), limit=8)
+    return _compose(task, f"qa-{task.split}-{which}", stream, said, question.format(name=name) + word, f" {rest}", 1 / len(lines), limit=8)
 
 
 @functools.lru_cache(maxsize=2)

@@ -37,33 +37,36 @@ NEEDLE: dict[str, tuple[tuple[str, str], ...]] = {
 TRACKING: dict[str, tuple[tuple[str, str, str], ...]] = {
     "calibration": (
         ("Remember: the password of the {key} is {value}.\n", "Remember: the {key} has the same password as the {other}.\n",
-         "\n\nRemember: the {key} has the same password as the {other}. The password of the {key} is "),
-        ("x_{key} = {value}\n", "x_{key} = x_{other}\n", "\n\n# x_{key} is equal to x_{other}\nprint(x_{key}) # prints "),
+         "\n\nRemember: the password of the {key} is "),
+        ("Note: the magic number of the {key} is {value}.\n", "Note: the {key} took over the magic number of the {other}.\n",
+         "\n\nNote: the magic number of the {key} is "),
     ),
     "held-out": (
         ("Important: the account number of the {key} is {value}.\n", "Important: the {key} uses the account of the {other}.\n",
-         "\n\nImportant: the {key} uses the account of the {other}. The account number of the {key} is "),
-        ("SET {key} = {value}\n", "SET {key} = {other}\n", "\n\nThe variable {key} was set to {other}. The value of {key} is "),
+         "\n\nImportant: the account number of the {key} is "),
+        ("The access code of the {key} is {value}.\n", "The {key} was given the access code of the {other}.\n",
+         "\n\nThe access code of the {key} is "),
     ),
 }
 AGGREGATION: dict[str, tuple[tuple[str, str], ...]] = {
     "calibration": (
         ("Vote: {option}.\n", "\n\nThe option with the most votes is: Vote:"),
-        ("Order received: one {option}.\n", "\n\nThe most frequent order is: one"),
+        ("Order: {option}.\n", "\n\nThe thing that was ordered most often is: Order:"),
     ),
     "held-out": (
-        ("Ballot cast for {option}.\n", "\n\nMost ballots were cast for"),
-        ("Delivery: a box of {option}.\n", "\n\nMost deliveries were a box of"),
+        ("Ballot: {option}.\n", "\n\nThe choice on the most ballots is: Ballot:"),
+        ("Delivery: {option}.\n", "\n\nThe thing that was delivered most often is: Delivery:"),
     ),
 }
+# (entry, question); the question is followed by the first word of the sentence that is asked for.
 QA: dict[str, tuple[tuple[str, str], ...]] = {
     "calibration": (
-        ("{name}: {text}\n", "\n\nQuestion: What does {name} do?\nAnswer:"),
-        ("Function {name}. {text}\n", "\n\nWhat is the purpose of the function {name}?\nFunction {name}."),
+        ("{name}: {text}\n", "\n\nQuestion: What does {name} do?\nAnswer:\n{name}: "),
+        ("Function {name}. {text}\n", "\n\nQuestion: What is the purpose of the function {name}?\nFunction {name}. "),
     ),
     "held-out": (
-        ("* `{name}` - {text}\n", "\n\nQ: Describe `{name}`.\nA: `{name}` -"),
-        ("def {name}: \"\"\"{text}\"\"\"\n", "\n\nThe docstring of {name} reads: \"\"\""),
+        ("* `{name}` - {text}\n", "\n\nQ: Describe `{name}`.\n\n* `{name}` - "),
+        ("def {name}: \"\"\"{text}\"\"\"\n", "\n\n# What does it do?\ndef {name}: \"\"\""),
     ),
 }
 TABLES: dict[str, tuple[str, ...]] = {"calibration": ("gapminder", "election"), "held-out": ("stocks", "tips")}
