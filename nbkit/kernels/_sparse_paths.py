@@ -11,7 +11,8 @@ from torch.nn.functional import pad
 
 _SCORES = 2**22  # scores held at once by the masked path
 _TILE_ROWS, _SLASH_ROWS = 64, 32  # rows of a tile; a lone slash costs each row as many keys as the tile has rows, so tiles are smaller there
-_GATHERED = 2**14  # keys gathered at once: the copies stay in the cache
+_WHOLE_ROWS = 128  # rows of a block of the heads that are masked
+_GATHERED = 2**13  # keys gathered at once: the copies stay in the cache
 _BIAS = 2**20  # mask values held at once
 _LOOSE = 0.8  # tiles padded to a common number of keys have at least this share of it
 _CROWDED = 0.6  # a head whose tiles would gather more than this share of the keys before them is masked instead
@@ -202,12 +203,9 @@ class _Tiles(NamedTuple):
     last: torch.Tensor  # (tiles,): key index at which the last row of a tile stands
 
 
-def _tile_rows(pattern: Pattern) -> int:
+def _divisor(pattern: Pattern, wanted: int) -> int:
     """Rows of a tile: a divisor of the block, so that a key of `blocks` is seen by all rows of a tile or by none."""
-    wanted = _TILE_ROWS if pattern.slashes is None else _SLASH_ROWS
-    if pattern.blocks is None:
-        return wanted
-    return max(divisor for divisor in range(1, wanted + 1) if pattern.block % divisor == 0)
+    return wanted if pattern.blocks is None else max(divisor for divisor in range(1, wanted + 1) if pattern.block % divisor == 0)
 
 
 def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,7 +224,7 @@ def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
         spent = flags.sum((1, 2))
         crowded = spent > _CROWDED * (tiles.last + 1).clamp(max=tokens).sum()
         if bool(crowded.any()):
-            _whole(q, keys, values, scaling, tiles, unit[crowded], (out, lse))
+            _whole(queries.flatten(0, 1), keys, values, scaling, pattern, unit[crowded], (out.flatten(1, 2)[:, :rows], lse.flatten(1, 2)[:, :rows]))
         if not bool(crowded.all()):
             for item, index, unused in _gathered(tiles, unit[~crowded], flags[~crowded]):
                 place = (index + (item // tiles.count // group * tokens)[:, None]).flatten()
@@ -237,22 +235,39 @@ def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     return out.view(batch, heads, -1, dim)[:, :, :rows], lse.view(batch, heads, -1)[:, :, :rows]
 
 
-def _whole(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, tiles: _Tiles, unit: torch.Tensor,
+def _whole(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float, pattern: Pattern, unit: torch.Tensor,
            results: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Heads whose tiles would gather about as much as there is: every key up to the tile under a mask, written to the results."""
-    group, tokens = q.shape[0] // (keys.shape[0] * keys.shape[1]), tiles.tokens
-    k, v = (tensor.flatten(0, 1)[unit // group][None] for tensor in (keys, values))
-    for tile, last in enumerate(tiles.last.tolist()):
-        end = min(last + 1, tokens)
-        index = torch.arange(end).expand(len(unit), -1)
-        bias = _bias(tiles, unit * tiles.count + tile, index, torch.zeros_like(index, dtype=torch.bool)).transpose(0, 1)
-        out, lse = _fused(q[unit, tile][None], k[:, :, :end], v[:, :, :end], scaling, bias=bias)
-        results[0][unit, tile], results[1][unit, tile] = out[0], lse[0]
+    """Heads (batch * heads numbers `unit`) whose tiles would gather about as much as there is: all keys up to a block of rows, under a mask."""
+    (units, rows, _), (batch, kv_heads, tokens) = q.shape, keys.shape[:3]
+    heads = units // batch
+    k, v = (tensor.flatten(0, 1)[unit // (heads // kv_heads)][None] for tensor in (keys, values))
+    size = _divisor(pattern, _WHOLE_ROWS)
+    apart = (torch.arange(tokens) < pattern.window).expand(len(unit), tokens)
+    if pattern.slashes is not None:
+        apart = apart | _by_unit(membership(pattern.slashes, tokens), batch, heads)[unit]
+    # Far to near, then the keys after the row: line x of the windows over it belongs to the row at key tokens - 1 - x.
+    by_distance = pad(q.new_zeros(apart.shape).masked_fill_(~apart.flip(1), -math.inf), (0, size), value=-math.inf)
+    named = _named(pattern, batch, heads, tokens)
+    named = None if named is None else q.new_zeros(len(unit), 1, tokens).masked_fill_(~named[unit, None], -math.inf)
+    blocks = None if pattern.blocks is None else _by_unit(pattern.blocks, batch, heads)[unit]
+    future = q.new_zeros(size, size).masked_fill_(torch.ones(size, size, dtype=torch.bool).triu(1), -math.inf)
+    for first in range(0, rows, size):
+        last = min(first + size, rows)
+        start, end = tokens - rows + first, tokens - rows + last
+        bias = by_distance.unfold(1, end, 1)[:, tokens - end:tokens - start].flip(1)
+        if named is not None:
+            torch.maximum(bias, named[..., :end], out=bias)
+        if blocks is not None:
+            squares = blocks[:, first // pattern.block].repeat_interleave(pattern.block, 1)[:, None, :end]
+            bias.masked_fill_(squares, 0.0)
+        bias[..., start:] += future[:last - first, :last - first]
+        out, lse = _fused(q[unit, first:last][None], k[:, :, :end], v[:, :, :end], scaling, bias=bias[None])
+        results[0][unit, first:last], results[1][unit, first:last] = out[0], lse[0]
 
 
 def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dtype) -> _Tiles:
     batch, heads, rows, tokens = shape
-    size = _tile_rows(pattern)
+    size = _divisor(pattern, _TILE_ROWS if pattern.slashes is None else _SLASH_ROWS)
     apart = torch.arange(tokens)[None] < pattern.window
     if pattern.slashes is not None:
         apart = apart | _by_unit(membership(pattern.slashes, tokens), batch, heads)
@@ -291,7 +306,7 @@ def _gathered(tiles: _Tiles, unit: torch.Tensor, flags: torch.Tensor) -> Iterato
     ends, sizes = counts.cumsum(0), counts.tolist()
     here = 0
     while here < len(sizes):
-        most, until = sizes[here], here + 1
+        most, until = -(-sizes[here] // 16) * 16, here + 1
         while until < len(sizes) and sizes[until] >= _LOOSE * most and (until + 1 - here) * most <= _GATHERED:
             until += 1
         back = torch.arange(most, 0, -1)
@@ -300,27 +315,27 @@ def _gathered(tiles: _Tiles, unit: torch.Tensor, flags: torch.Tensor) -> Iterato
 
 
 def _bias(tiles: _Tiles, item: torch.Tensor, index: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
-    """0 where a row of a tile sees a key and -inf elsewhere, (items, 1, size, keys): one line of the table for each key."""
+    """0 where a row of a tile sees a key and -inf elsewhere, (items, 1, size, keys)."""
     unit, tile = item // tiles.count, item % tiles.count
-    start = (tiles.first + tile * tiles.size)[:, None]
-    # Without slashes only keys in reach of the window, which come last, are seen by some rows and not by others.
-    plain = max(0, index.shape[1] - tiles.size - tiles.window + 1) if tiles.window else 0
-    hidden = unused
-    if plain:
-        hidden = unused | ~_seen_by_all(tiles, unit, tile, index)
-    line = start - index[:, plain:] + (tiles.size - 1)
+    seen = _seen_by_all(tiles, unit, tile, index)
+    start, later = (tiles.first + tile * tiles.size)[:, None], len(tiles.bias) - tiles.size - 1
+    if tiles.window and int(tiles.last[tile].max()) < tiles.tokens:
+        # No slashes: the last slots are the slice from the window of the first row to the last row, the same distances in all tiles.
+        near = min(index.shape[1], tiles.size + tiles.window - 1)
+        line = torch.arange(near - tiles.size, -tiles.size, -1) + tiles.size - 1
+        band = tiles.bias.index_select(0, line).t()
+        future = tiles.bias[later:later + tiles.size].t()
+        row = tiles.bias.new_zeros(seen.shape).masked_fill_(~seen | unused, -math.inf)[:, None]
+        bias = row.expand(-1, tiles.size, -1).contiguous()
+        torch.maximum(bias[..., -near:], band, out=bias[..., -near:])
+        bias[..., -tiles.size:] += future[:, -index.shape[1]:]
+        return bias.masked_fill_(unused[:, None], -math.inf)[:, None] if bool(unused[:, -near:].any()) else bias[:, None]
+    # One line of the table for each key.
+    line = start - index + (tiles.size - 1)
     if not tiles.window:
         line += (unit * tiles.lines)[:, None]
-    later = len(tiles.bias) - tiles.size - 1
-    line = torch.where(_seen_by_all(tiles, unit, tile, index[:, plain:]), (later - start + index[:, plain:]).clamp_min_(later), line)
-    line = line.masked_fill_(unused[:, plain:], len(tiles.bias) - 1)
-    exact = tiles.bias.index_select(0, line.flatten()).view(*line.shape, tiles.size).transpose(1, 2)
-    if not plain:
-        return exact[:, None]
-    bias = exact.new_empty(len(item), tiles.size, index.shape[1])
-    bias[..., :plain] = exact.new_zeros(hidden.shape).masked_fill_(hidden, -math.inf)[:, None, :plain]
-    bias[..., plain:] = exact
-    return bias[:, None]
+    line = torch.where(seen, (later - start + index).clamp_min_(later), line).masked_fill_(unused, len(tiles.bias) - 1)
+    return tiles.bias.index_select(0, line.flatten()).view(*line.shape, tiles.size).transpose(1, 2)[:, None]
 
 
 def _seen_by_all(tiles: _Tiles, unit: torch.Tensor, tile: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
