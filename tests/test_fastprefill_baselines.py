@@ -518,6 +518,10 @@ def test_lazy_cache_counts_its_bytes():
         assert run.cache.get_seq_length() == 60
         with pytest.raises(RunError, match="crop"):
             run.cache.crop(-3)
+    with pytest.raises(RunError, match="outside of attach"), torch.no_grad():
+        model(prompt(1), cache=run.cache)
+    with pytest.raises(InputError, match="layer of the drop"), B.LazyLLM(layers=(5,), rates=(0.5,)).attach(model):
+        pass
 
 
 def test_lazy_run_restores_the_model_and_refuses_what_it_cannot_read():

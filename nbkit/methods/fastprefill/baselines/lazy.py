@@ -115,6 +115,8 @@ class LazyLLM(RowRule):
             yield run
         finally:
             config._attn_implementation = before
+            if run.cache is not None:
+                run.cache.reading = False
             for handle in handles:
                 handle.remove()
             for layer in body.layers:
@@ -169,7 +171,8 @@ class LazyCache(Cache):
         self.values: list[Tensor | None] = [None] * layers
         self.hidden: Tensor | None = None
         self.anchor: tuple[int, Tensor] | None = None
-        self.depth = torch.zeros(0, dtype=torch.long)
+        self.depth = self.rows = self.alive = torch.zeros(0, dtype=torch.long)
+        self.reading = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen."""
@@ -200,20 +203,22 @@ class LazyCache(Cache):
         """Add the embedded tokens ``new`` (rows, hidden)."""
         old, self.seen = self.seen, self.seen + len(new)
         self.hidden = _room(self.hidden, new, self.seen, 0)
-        self.hidden[old : self.seen] = new
+        self.hidden[old : self.seen] = new.detach()
         self.depth = torch.cat([self.depth.to(new.device), torch.zeros(len(new), dtype=torch.long, device=new.device)])
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Store the keys and values of the rows at work; returns those of all tokens alive in this layer."""
+        """Store the keys and values of the rows at work; returns those of all tokens alive in this layer.
+
+        Raises: RunError outside of `LazyLLM.attach`, where nobody says which rows these are.
+        """
+        if not self.reading:
+            raise RunError("LazyCache", got="a forward pass outside of attach()", hint="decode inside the with block that read the prompt")
         for store, states in ((self.keys, key_states), (self.values, value_states)):
             store[layer_idx] = held = _room(store[layer_idx], states, self.seen, 2)
-            held[:, :, self.rows] = states
+            held[:, :, self.rows] = states.detach()
         # Nothing is copied where every token is alive.
         alive = slice(self.seen) if len(self.alive) == self.seen else self.alive
         return self.keys[layer_idx][:, :, alive], self.values[layer_idx][:, :, alive]
-
-    rows: Tensor
-    alive: Tensor
 
 
 @dataclass
@@ -233,6 +238,7 @@ class LazyRun:
         if str(self.model.config._attn_implementation).startswith("nbkit"):
             raise RunError("the model is attached already", hint="leave the other context first")
         self.shape = ModelShape.from_config(self.model.config)
+        # A rule that does not fit the model is an error now, not in the first forward.
         self.rule.plan(self.shape.layers)
 
     @property
@@ -266,7 +272,7 @@ class LazyRun:
         self.log = {name: [] for name in ("alive", "rows", "revived", "pairs", "probe")}
         kwargs.update(input_ids=ids, cache=given, use_cache=True)
         kwargs.pop("position_ids", None)
-        self.cache = given
+        self.cache, given.reading = given, True
         return (), kwargs
 
     def _enter(self, layer, args, kwargs):
@@ -293,12 +299,14 @@ class LazyRun:
         return (cache.hidden[cache.rows][None],), kwargs
 
     def _store(self, states: Tensor, index: int) -> None:
+        """Keep what the layer before ``index`` made of its rows."""
         cache = self.cache
-        cache.hidden[cache.rows] = states[0]
+        cache.hidden[cache.rows] = states[0].detach()
         cache.depth[cache.rows] = index
         cache.alive = self.chosen
 
     def _revive_all(self) -> None:
+        """Put every token of the prompt back to the first drop, and drop nothing from now on."""
         cache = self.cache
         layer, states = cache.anchor
         cache.hidden[: len(states)] = states
@@ -334,7 +342,7 @@ class LazyRun:
     def _leave(self, norm, args):
         """The rows of new tokens; revived ones have no logits."""
         rows = self.cache.rows
-        self.cache.hidden[rows] = args[0][0]
+        self.cache.hidden[rows] = args[0][0].detach()
         self.cache.depth[rows] = self.shape.layers
         return (args[0][:, rows >= self.fresh],)
 
@@ -342,7 +350,7 @@ class LazyRun:
         log = {name: tuple(values) for name, values in self.log.items()}
         macs = step_macs(self.shape, log["rows"], log["pairs"], probe=log["probe"])
         self.steps.append(LazyStep(self.cache.seen, self.new, seconds=time.perf_counter() - self.start, macs=macs, **log))
-        output.cache = self.cache
+        self.cache.reading, output.cache = False, self.cache
         return output
 
 
