@@ -76,10 +76,11 @@ def rival_part(prompt, rivals: int):
 
 
 def statements(prompt) -> list[int]:
-    """Where the statements of a multikey prompt begin: places that start like the right one, without the question at the end."""
-    first = prompt.evidence[0][0]
-    opening = prompt.ids[first : first + 4].tolist()
-    return [i for i in range(prompt.tokens - 4) if prompt.ids[i : i + 4].tolist() == opening][:-1]
+    """Where the statements of a multikey prompt begin: places that start like the right one and leave room for it before the end."""
+    start, stop = prompt.evidence[0]
+    opening = prompt.ids[start : start + 4].tolist()
+    # The question at the end starts alike and is cut off before the value.
+    return [i for i in range(prompt.tokens - (stop - start) + 1) if prompt.ids[i : i + 4].tolist() == opening]
 
 
 def evaluate(cell: dict) -> dict:
