@@ -88,7 +88,7 @@ def _masked(seen):
 
 
 def _sparse(seen):
-    from nbkit.inference.patterns.parts import attend_pattern
+    from nbkit.inference.patterns import attend_pattern
 
     return lambda: attend_pattern(seen["pattern"], seen["q"], seen["k"], seen["v"], seen["scaling"])
 
