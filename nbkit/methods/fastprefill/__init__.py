@@ -8,6 +8,7 @@ The paper's body is not public; this is a reconstruction from its abstract and t
     run.counts, run.macs, run.cache.nbytes
 """
 
+from .calibrate import ScoreWeights, fit_score_weights, head_lifts
 from .cost import (
     LatencyModel,
     MacCost,
@@ -33,6 +34,7 @@ __all__ = [
     "GRANULARITIES",
     "PAPER",
     "SCORES",
+    "ScoreWeights",
     "FastPrefill",
     "Grid",
     "HeadCache",
@@ -55,6 +57,8 @@ __all__ = [
     "fit_schedule",
     "frontier",
     "gemfilter_macs",
+    "fit_score_weights",
+    "head_lifts",
     "head_sets",
     "layer_scores",
     "match_cost",

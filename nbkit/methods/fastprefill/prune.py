@@ -58,8 +58,9 @@ class TokenPruning(Rows):
     schedule: `PruneSchedule` with one ratio for every layer; None drops once to 0.3 at two thirds of the depth. The first ``sinks`` and the last
     ``window`` tokens always stay, even if the schedule asks for fewer rows (``strict``: InputError then, and for prompts no longer than them).
     score: "sum" or "max" over the heads of the layer before; "cummax", the maximum over all heads of all layers so far; "agg-m", over the last
-    m layers; "calibrated", heads weighed by what they foretold on calibration prompts (``weights``, default those of the recording
-    ``fastprefill-scores``); controls: "random" (``seed``) and "oracle", which keeps the ``evidence`` spans and scores the rest by "max".
+    m layers; "calibrated", like "cummax" with heads weighed by what they foretold on calibration prompts (``weights``: ScoreWeights, default
+    those of the recording ``fastprefill-scores``); controls: "random" (``seed``) and "oracle", which keeps the ``evidence`` spans and scores
+    the rest by "max".
     pool, pooling: each token takes the "max" or "avg" of its ``pool`` neighbours. prune_at: "pre", or "post_attn" before the FFN of the layer before.
 
     Raises: InputError for an unknown score, a schedule of another depth, evidence outside of the prompt, NaN scores.
@@ -111,7 +112,7 @@ class TokenPruning(Rows):
     @property
     def memory(self) -> float:
         """Number of layers whose scores decide a drop."""
-        if self.score == "cummax":
+        if self.score in ("cummax", "calibrated"):
             return math.inf
         return int(self.score[4:]) if self.score.startswith("agg-") else 1
 
@@ -119,8 +120,7 @@ class TokenPruning(Rows):
         """Layers whose window attention is computed."""
         if self.score == "random":
             return frozenset()
-        reach = self._weights(layers).memory if self.score == "calibrated" else self.memory
-        return frozenset(layer for drop, _ in self.plan(layers).drops for layer in range(max(0, drop - min(reach, drop)), drop))
+        return frozenset(layer for drop, _ in self.plan(layers).drops for layer in range(drop - min(self.memory, drop), drop))
 
     def observe(self, run, layer, q, k, v, scaling):
         """Take in the layer's window attention, where a later drop needs it."""
@@ -129,14 +129,12 @@ class TokenPruning(Rows):
             return
         scores = layer_scores(run, layer, q, k, scaling, window=self.window, size=self.pool, pooling=self.pooling)
         if self.score == "calibrated":
-            state["history"].append((layer, scores))
-            del state["history"][: -self._weights(run.layers).memory]
-        elif self.score == "cummax":
-            best_here = reduce_heads(scores)
-            state["history"] = [(layer, torch.maximum(state["history"][0][1], best_here) if state["history"] else best_here)]
+            here = self._weights(run.layers).apply(layer, scores)
         else:
-            state["history"].append((layer, reduce_heads(scores, "sum" if self.score == "sum" else "max")))
-            del state["history"][: -int(self.memory)]
+            here = reduce_heads(scores, "sum" if self.score == "sum" else "max")
+        past = state["history"]
+        # All layers so far are one running maximum; of the last m layers each is kept.
+        state["history"] = [torch.stack([*past, here]).amax(0)] if math.isinf(self.memory) else [*past, here][-int(self.memory) :]
 
     def keep(self, run, layer):
         """The rows that the schedule leaves for ``layer``."""
@@ -149,16 +147,14 @@ class TokenPruning(Rows):
             wanted = torch.cat([torch.arange(start, stop) for start, stop in self.evidence]).to(run.positions)
             forced = torch.cat([forced, torch.isin(run.positions, wanted).nonzero().flatten()]).unique()
         index = best(self._scores(run, layer, state, alive), count, forced)
-        state["history"] = [(at, scores[..., index]) for at, scores in state["history"]]
+        state["history"] = [scores[index] for scores in state["history"]]
         return index
 
     def _scores(self, run: Any, layer: int, state: dict, alive: int) -> Tensor:
         if self.score == "random":
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 1009 + run.tokens)
             return torch.rand(alive, generator=generator).to(run.positions.device)
-        if self.score == "calibrated":
-            return self._weights(run.layers).apply(layer, state["history"])
-        return torch.stack([scores for _, scores in state["history"]]).amax(0)
+        return torch.stack(state["history"]).amax(0)
 
     def _weights(self, layers: int) -> Any:
         from nbkit.methods.fastprefill.calibrate import ScoreWeights
