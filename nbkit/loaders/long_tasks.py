@@ -39,6 +39,7 @@ DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 CONTINUATION = 48
 """Tokens of the continuation that the free kinds are scored on."""
 _LEAST_FILLER = 64
+_QA_ANSWER = 8
 
 
 @dataclass(frozen=True)
@@ -351,8 +352,13 @@ def _qa(task: _Task) -> _Made:
     entries = _entries(task.split)
     order = task.rng.permutation(len(entries))
     name, text = entries[order[0]]
+    # The first word is given: what a sentence starts with is a matter of style, not of the entry.
+    word, rest = text.split(" ", 1)
+    asked = task.tools.decode(task.tools.encode(f" {rest}")[:_QA_ANSWER].tolist())
     lines, total = [], 0
     for i in order[1:]:
+        if asked in entries[i][1]:
+            continue
         lines.append(task.tools.encode(statement.format(name=entries[i][0], text=entries[i][1])))
         total += len(lines[-1])
         if total >= task.tokens + 64:
@@ -360,10 +366,8 @@ def _qa(task: _Task) -> _Made:
     if total < task.tokens:
         raise InputError("tokens", got=task.tokens, allowed=f"<= {total}", hint="fewer tokens")
     stream = ("docstrings", np.concatenate(lines))
-    # The first word is given: what a sentence starts with is a matter of style, not of the entry.
-    word, rest = text.split(" ", 1)
     said = [(task.depth, statement.format(name=name, text=text), True)]
-    return _compose(task, f"qa-{task.split}-{which}", stream, said, question.format(name=name) + word, f" {rest}", 1 / len(lines), limit=8)
+    return _compose(task, f"qa-{task.split}-{which}", stream, said, question.format(name=name) + word, f" {rest}", 1 / len(lines), limit=_QA_ANSWER)
 
 
 @functools.lru_cache(maxsize=2)
@@ -380,7 +384,9 @@ def _entries(split: str) -> tuple[tuple[str, str], ...]:
         for node in _functions(tree):
             first = (ast.get_docstring(node) or "").split("\n\n")[0].replace("\n", " ").strip()
             name = f"{module}.{node.name}"
-            good = first.endswith(".") and 30 <= len(first) <= 110 and first[0].isupper() and '"' not in first and "`" not in first
+            good = first.endswith(".") and 30 <= len(first) <= 110 and first[0].isupper() and not {'"', "`"} & set(first)
+            # The second word is where the answer starts.
+            good = good and (first.split(" ", 2) + [""])[1].isalpha()
             if good and not node.name.startswith("_") and name not in found and first not in seen:
                 found[name] = first
                 seen.add(first)
