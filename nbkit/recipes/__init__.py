@@ -119,6 +119,10 @@ RECIPES: dict[str, Recipe] = {
             "nbkit.recipes.fastprefill_decode:run",
         ),
         Recipe(
+            "fastprefill-scores", "weights of SmolLM2-135M's heads for choosing prompt tokens, and six scores on held-out long prompts",
+            ("recordings/fastprefill-scores",), 12, "nbkit.recipes.fastprefill_scores:run",
+        ),
+        Recipe(
             "fastprefill-sensitivity", "answer loss of SmolLM2-135M by layer and rate of one drop of prompt tokens, by task",
             ("recordings/fastprefill-sensitivity",), 15, "nbkit.recipes.fastprefill:run_sensitivity",
         ),
@@ -129,6 +133,14 @@ RECIPES: dict[str, Recipe] = {
         Recipe(
             "prefill-timing", "time to first token of SmolLM2-135M by method and prompt length; needs an idle machine",
             ("recordings/prefill-timing",), 8, "nbkit.recipes.prefill_timing:run",
+        ),
+        Recipe(
+            "long-tasks", "answers of SmolLM2-135M to long prompts of nine kinds, with and without the evidence", ("recordings/long-tasks",), 15,
+            "nbkit.recipes.long_tasks:run",
+        ),
+        Recipe(
+            "prefill-matrix", "answers, work and cache of SmolLM2-135M by token pruning, sparse attention and eviction on equal budgets",
+            ("recordings/prefill-matrix",), 15, "nbkit.recipes.prefill_matrix:run",
         ),
     )
 }
