@@ -118,8 +118,8 @@ def run(work_dir: Path, out_dir: Path, log) -> None:
     change = [abs(row["nll"] - row["float32_nll"]) for row in rows if "float32_nll" in row]
     save_recording(
         "fastprefill-scores",
-        {"weights": weights.to_json(), "calibration": names, "layers": list(LAYERS), "rate": RATE, "scores": list(SCORES), "rows": rows, "table": table,
-         "bfloat16_change": [round(x, 4) for x in change]},
+        {"weights": weights.to_json(), "calibration": names, "layers": list(LAYERS), "rate": RATE, "scores": list(SCORES), "rows": rows,
+         "table": table, "bfloat16_change": [round(x, 4) for x in change]},
         {"summary": "Which window-attention score keeps the evidence: SmolLM2-135M, one drop to 0.3 of 1,024 tokens at five layers, six scores",
          "licence": "MIT", "recipe": "fastprefill-scores", "seed": SEED},
     )
