@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from nbkit.errors import InputError
+from nbkit.errors import InputError, RunError
 from nbkit.inference import attach, get
 from nbkit.inference.patterns import Pattern
 from nbkit.loaders.long_tasks import LongPrompt, load_long_tasks
@@ -169,6 +169,13 @@ def test_rival_statements_are_found_and_their_columns_kept():
         size = prompt.evidence[0][1] - prompt.evidence[0][0]
         # Statements may differ by a token in the name of their key.
         assert widths[0] == size and all(abs(width - size * (1 + rivals)) <= rivals for width, rivals in zip(widths, adacal_grid.RIVALS, strict=True))
+
+
+def test_cells_must_have_read_the_same_prompts():
+    rows = [{"key": m, "cell": {"task": "table", "tokens": 512, "chunk": c}, "digest": d} for m, c, d in (("a", 0, "x"), ("b", 0, "x"), ("a", 1, "y"))]
+    adacal_grid.same_prompts(rows)
+    with pytest.raises(RunError, match="prompts of c differ"):
+        adacal_grid.same_prompts([*rows, {"key": "c", "cell": rows[0]["cell"], "digest": "z"}])
 
 
 def test_timing_reads_both_ways_in_turn(monkeypatch, small, tmp_path):

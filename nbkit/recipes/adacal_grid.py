@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import time
 from pathlib import Path
 
+from nbkit.errors import RunError
 from nbkit.recipes.adacal import CHUNK, SINKS, TOKENS, WINDOW, cell_key, in_time, load, prompts, read
 
 RETRIEVAL = ("needle", "tracking", "multikey", "qa", "aggregation")
@@ -94,12 +96,22 @@ def evaluate(cell: dict) -> dict:
         part = rival_part(prompt, cell["rivals"]) if "rivals" in cell else part_of(cell["method"], options)
         rows.append(read(prompt, part))
     figures = {name: [row[name] for row in rows] for name in rows[0]}
-    return {"key": grid_key(cell), "cell": cell, "ids": [p.id for p in items]} | figures | {"total": round(time.perf_counter() - start, 1)}
+    digest = hashlib.sha256(b"".join(p.ids.tobytes() for p in items)).hexdigest()[:12]
+    return {"key": grid_key(cell), "cell": cell, "ids": [p.id for p in items], "digest": digest} | figures | {"total": round(time.perf_counter() - start, 1)}
 
 
 def grid_key(cell: dict) -> str:
     """Stable name of a cell."""
     return cell_key({name: json.dumps(value, sort_keys=True) if isinstance(value, dict) else value for name, value in cell.items()})
+
+
+def same_prompts(rows: list[dict]) -> None:
+    """Raise RunError when two cells of one chunk have read different prompts: the tasks were changed between two runs."""
+    seen: dict[tuple, str] = {}
+    for row in rows:
+        where = tuple(row["cell"].get(name) for name in ("task", "tokens", "chunk", "size", "keys", "depth"))
+        if seen.setdefault(where, row["digest"]) != row["digest"]:
+            raise RunError(f"prompts of {row['key']} differ from those of an earlier cell", hint="delete the recipe's work folder and run it again")
 
 
 # What is chosen on calibration prompts.
@@ -210,6 +222,7 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
             matches += found
             grid += matched_cells(tasks, found)
         rows = in_time(evaluate, grid, grid_key, work_dir / "cells.jsonl", (end - time.monotonic()) / 60, log)
+    same_prompts(rows)
     save_recording(
         "adacal-grid",
         {
