@@ -172,7 +172,7 @@ def test_rival_statements_are_found_and_their_columns_kept():
 
 
 def test_cells_must_have_read_the_same_prompts():
-    rows = [{"key": m, "cell": {"task": "table", "tokens": 512, "chunk": c}, "digest": d} for m, c, d in (("a", 0, "x"), ("b", 0, "x"), ("a", 1, "y"))]
+    rows = [{"key": m, "cell": {"task": "table", "chunk": c}, "digest": d} for m, c, d in (("a", 0, "x"), ("b", 0, "x"), ("a", 1, "y"))]
     adacal_grid.same_prompts(rows)
     with pytest.raises(RunError, match="prompts of c differ"):
         adacal_grid.same_prompts([*rows, {"key": "c", "cell": rows[0]["cell"], "digest": "z"}])

@@ -97,7 +97,8 @@ def evaluate(cell: dict) -> dict:
         rows.append(read(prompt, part))
     figures = {name: [row[name] for row in rows] for name in rows[0]}
     digest = hashlib.sha256(b"".join(p.ids.tobytes() for p in items)).hexdigest()[:12]
-    return {"key": grid_key(cell), "cell": cell, "ids": [p.id for p in items], "digest": digest} | figures | {"total": round(time.perf_counter() - start, 1)}
+    facts = {"key": grid_key(cell), "cell": cell, "ids": [p.id for p in items], "digest": digest}
+    return facts | figures | {"total": round(time.perf_counter() - start, 1)}
 
 
 def grid_key(cell: dict) -> str:
