@@ -1,8 +1,10 @@
 """Exact facts about fastprefill's execution: scores, dropped tokens, key sets by head. `test_identity_NN` are the exact identities of the method;
 5, 8 and 10 are in test_fastprefill_baselines.py and test_fastprefill_schedule.py."""
 
+import json
 from functools import cache as memo
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,7 +20,10 @@ from nbkit.methods.fastprefill import (
     HeadSelected,
     ModelShape,
     PruneSchedule,
+    ScoreWeights,
     TokenPruning,
+    fit_score_weights,
+    head_lifts,
     head_sets,
     layer_scores,
     prefill_macs,
@@ -26,6 +31,7 @@ from nbkit.methods.fastprefill import (
     reduce_heads,
 )
 from nbkit.methods.fastprefill.baselines import row_attention
+from nbkit.methods.fastprefill.calibrate import prompt_lifts
 
 SIZE = dict(vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=512)
 # Wide enough that attention is far from uniform: otherwise nothing would depend on what is dropped.
@@ -296,6 +302,22 @@ def test_scores_rank_by_hand():
     assert survivors("oracle", [first, second], 2, evidence=((14, 16),))[0] == [0, 14, 15, 18, 19]
 
 
+@pytest.mark.parametrize("score", ["cummax", "agg-2", "calibrated"])
+def test_scores_of_the_past_follow_their_rows(score):
+    """Token 9 stands out in layer 0 alone; the first drop moves it to another row, and the second one still finds it."""
+    run, weights = Log(), ScoreWeights(np.ones((4, 2)))
+    part = TokenPruning(PruneSchedule.from_ratios([1, 0.5, 0.2, 0.2]), score=score, weights=weights, sinks=1, window=2, pool=1)
+    peaks = [(9, 2.0), (9, 2.0)]
+    queries, keys = planted(peaks)
+    part.observe(run, 0, queries, keys, keys, 1.0)
+    index = part.keep(run, 1)
+    run.positions = run.positions[index]
+    assert len(index) == 10 and 9 in run.positions.tolist()
+    flat = torch.zeros(1, 2, 10, 20)
+    part.observe(run, 1, flat, flat, flat, 1.0)
+    assert run.positions[part.keep(run, 2)].tolist() == [0, 9, 18, 19]
+
+
 def test_the_sum_follows_many_heads_and_the_maximum_one():
     scores = torch.zeros(4, 20)
     scores[:3, 6], scores[3, 11] = 0.5, 1.0
@@ -350,6 +372,70 @@ def test_short_prompts_are_read_whole():
     with torch.no_grad(), attach(model, rows=TokenPruning(PruneSchedule.one_shot(1, 0.05, 4), **EDGES)) as run:
         model(prompt())
     assert run.counts == [50, 8, 8, 8]
+
+
+# ---- calibrated scores ----
+
+
+def test_weights_decide_which_head_is_heard():
+    first = [(7, 2.0), (9, 1.0)]
+    for values, found in ((np.ones((4, 2)), 7), ([[0.1, 1.0]] * 4, 9)):
+        assert survivors("calibrated", [first], 1, rate=0.2, weights=ScoreWeights(np.array(values)))[0] == [0, found, 18, 19]
+
+
+def test_equal_weights_are_the_cumulative_maximum():
+    model, ids = small(), prompt()
+    kept = []
+    for options in (dict(score="cummax"), dict(score="calibrated", weights=ScoreWeights(np.full((4, 4), 2.5)))):
+        part = TokenPruning(STEPS, **options, **EDGES)
+        with torch.no_grad(), attach(model, rows=part) as run:
+            model(ids)
+        kept.append([k.tolist() for k in run.kept])
+        assert part.layers_scored(4) == frozenset({0, 1, 2})
+    assert kept[0] == kept[1]
+
+
+def test_lifts_by_hand():
+    # Ten tokens; the teacher is layer 1 for layer 0, and the last layer has none.
+    window, last = torch.zeros(2, 2, 10), torch.zeros(2, 2, 10)
+    window[0, 0, 4], window[0, 1, 5] = 1, 1
+    last[1, 0, 4], last[1, 1, 6] = 3, 2
+    assert head_lifts(window, last, top=0.1).tolist() == pytest.approx(torch.tensor([[6.0, 0.0], [1.0, 1.0]]).numpy())
+    # Earlier layers than the middle are no teachers: what layer 1 of 4 attends to does not count for layer 0.
+    window, last = torch.zeros(4, 1, 10), torch.zeros(4, 1, 10)
+    window[:, 0, 4], last[1, 0, 4], last[2, 0, 7] = 1, 5, 1
+    assert head_lifts(window, last, top=0.1)[0, 0] == 0 and head_lifts(window, last, top=0.1)[3, 0] == 1
+
+
+def test_weights_are_learned_from_prompts_alone():
+    model, rows = small(), [prompt(60, seed)[0].numpy() for seed in range(3)]
+    options = dict(sinks=2, window=6)
+    weights = fit_score_weights(model, rows, **options)
+    assert weights.values.shape == (4, 4) and (weights.values[3] == 0).all() and weights.meta["prompts"] == 3
+    again = ScoreWeights.from_json(json.dumps(weights.to_json()))
+    assert np.array_equal(again.values, weights.values) and again.meta == weights.meta
+    lifts = [fit_lifts(model, row) for row in rows]
+    assert np.array_equal(fit_score_weights(None, (), lifts=lifts).values, weights.values)
+    with torch.no_grad(), attach(model, rows=TokenPruning(STEPS, score="calibrated", weights=weights, **EDGES)) as run:
+        model(prompt())
+    assert run.counts == [50, 35, 35, 15]
+
+
+def fit_lifts(model, row):
+    return prompt_lifts(model, row, sinks=2, window=6).numpy()
+
+
+@pytest.mark.parametrize(("make", "text"), [
+    (lambda: ScoreWeights(np.zeros((2, 2))), "not all"), (lambda: ScoreWeights(np.ones(3)), "layers, heads"),
+    (lambda: ScoreWeights(np.array([[-1.0, 1.0]])), ">= 0"), (lambda: ScoreWeights(np.array([[np.nan, 1.0]])), "finite"),
+    (lambda: ScoreWeights.from_json("[1]"), "JSON"), (lambda: ScoreWeights.from_json('{"weights": [[0]]}'), "not all"),
+    (lambda: ScoreWeights(np.ones((3, 2))).check(4), "weights belong to one model"), (lambda: fit_score_weights(None, ()), "at least one"),
+    (lambda: ScoreWeights(np.ones((3, 2))).apply(0, torch.ones(4, 5)), "3 layers of 4 heads"),
+    (lambda: fit_score_weights(small(), [np.arange(30)]), "more than 37"),
+])
+def test_wrong_weights(make, text):
+    with pytest.raises(InputError, match=text):
+        make()
 
 
 # ---- key sets ----
