@@ -217,7 +217,7 @@ def measure(work_dir: Path, log, *, lengths=LENGTHS, rounds: int = ROUNDS, decod
     }
     decode = {k: {what: [r["decode"][k][what] for r in done] for what in ("prefill", "step")} for k in done[0]["decode"]}
     steps = decoding(model, ids[:, :decode_tokens])
-    model_of_time = measure_layers(model, tuple(n for n in (128, 256, 512, 1024, 2048) if n <= max(lengths)))
+    model_of_time = measure_layers(model, (128, 256, 512, 1024, 2048))
     return {
         "lengths": list(lengths), "rounds": rounds, "threads": THREADS, "dtype": "float32", "seconds": seconds,
         "macs": {k: done[0]["macs"][k] for k in keys},
