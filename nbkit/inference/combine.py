@@ -6,7 +6,6 @@ Everything that is registered can be an axis entry; a new class appears by its n
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +102,7 @@ class Matrix:
             if len(names) > 1:
                 row["nll_rise"] = paired(column(own, "nll"), column(full, "nll"), seed=seed, method=method)
                 row["exact_rise"] = paired(100 * column(own, "exact"), 100 * column(full, "exact"), seed=seed, method=method)
-                row["speedup_interval"] = bootstrap(ratios, np.median, seed=seed, method=method)
+                row["speedup_interval"] = bootstrap(ratios, np.median, n=500, seed=seed, method=method)
             out.append(row)
         return out
 
@@ -190,9 +189,8 @@ def matrix(
     lengths = list(dict.fromkeys(len(p.ids) for p in prompts))
     cells = {tokens: list(_cells(model, axes, samples[tokens], time, space)) for tokens in lengths}
     # All cells of a prompt in a row: whatever slows the machine down slows them all.
-    items = [(cell, prompt) for prompt in prompts for cell in cells[len(prompt.ids)]]
-    made = parallel.map(functools.partial(_read, model), items, executor="serial", key=functools.partial(_key, _signature(model)), resume=resume,
-                        desc="matrix", progress=progress)
+    items = [(model, cell, prompt) for prompt in prompts for cell in cells[len(prompt.ids)]]
+    made = parallel.map(_read, items, executor="serial", key=_key, resume=resume, desc="matrix", progress=progress)
     return Matrix(made, time, space)
 
 
@@ -293,8 +291,8 @@ def _cost(model: Any, parts: Mapping[str, Part], samples: list[Any]) -> tuple[fl
         return float(np.mean(work)), run.cache.lengths()
 
 
-def _read(model: Any, item: tuple[Cell, Any]) -> dict[str, Any]:
-    cell, prompt = item
+def _read(item: tuple[Any, Cell, Any]) -> dict[str, Any]:
+    model, cell, prompt = item
     score = dataclasses.asdict(score_prompt(model, prompt, parts=cell.parts))
     kept = score.pop("evidence_kept")
     return {
@@ -303,12 +301,8 @@ def _read(model: Any, item: tuple[Cell, Any]) -> dict[str, Any]:
     }
 
 
-def _signature(model: Any) -> str:
-    return f"{type(model).__name__}, {model.num_parameters()} parameters, {model.dtype}"
-
-
-def _key(model: str, item: tuple[Cell, Any]) -> list[Any]:
+def _key(item: tuple[Any, Cell, Any]) -> list[Any]:
     """What a score depends on; addresses of objects are left out."""
-    cell, prompt = item
+    model, cell, prompt = item
     parts = {kind: re.sub(r" at 0x[0-9a-f]+", "", repr(part)) for kind, part in cell.parts.items()}
-    return [model, *cell.labels, cell.tokens, parts, prompt.id]
+    return [type(model).__name__, model.num_parameters(), str(model.dtype), *cell.labels, cell.tokens, parts, prompt.id]

@@ -8,10 +8,13 @@ choose inside each segment.
     with policy.attach(model):
         out = model.generate(**inputs, cache=cache, max_new_tokens=512)
     cache.kept_positions(layer=0)      # (kv_heads, slots) original positions
+
+As one event at the end of a faster prefill: ``nbkit.inference.attach(model, eviction=AmsEviction(budget=0.25))``.
 """
 
 from .allocate import Segmentation, credited, fixed_segments, mass, pool, quotas, segments
 from .cache import CompactedCache, CompactedLayer, Event
+from .eviction import AmsEviction, SnapKVEviction
 from .explore import describe_inspection, draw_inspection, inspect_layer
 from .measure import longest_gap, overlap, retained, retention_by_place, wipe_out_rate
 from .policy import ALLOCATIONS, SegmentedPolicy, Selection
@@ -23,6 +26,7 @@ __all__ = [
     "ALLOCATIONS",
     "PAPER",
     "SCORERS",
+    "AmsEviction",
     "CompactedCache",
     "CompactedLayer",
     "Event",
@@ -33,6 +37,7 @@ __all__ = [
     "SegmentedPolicy",
     "Segmentation",
     "Selection",
+    "SnapKVEviction",
     "credited",
     "describe_inspection",
     "draw_inspection",
