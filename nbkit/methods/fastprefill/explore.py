@@ -35,17 +35,26 @@ MAY_BE_EMPTY = "may be empty"
 class Plans:
     """Schedules for any budget, prompt length and mix of calibration tasks, from one table of losses.
 
-    table: losses by task, layer and rate. shape: sizes of the model. grid: recorded held-out results, shown beside what the table predicts.
-    window, floor: rows that score, and rows that always stay.
+    table: losses by task, layer and rate, measured at prompts of ``tokens``. shape: sizes of the model. grid: recorded held-out results, shown
+    beside what the table predicts.
+    window, floor: rows that score, and rows that always stay. scored: layers whose scores are charged, "drop" or "all".
     """
 
     TAUS = tuple(round(0.56 + 0.04 * i, 2) for i in range(12))
     """Budgets of the predicted curves."""
 
-    def __init__(self, table: SensitivityTable, shape: ModelShape, *, grid: Grid | None = None, window: int = 32, floor: int = 36):
-        self.table, self.shape, self.window, self.floor = table, shape, window, floor
+    def __init__(
+        self, table: SensitivityTable, shape: ModelShape, *, tokens: int, grid: Grid | None = None, window: int = 32, floor: int = 36,
+        scored: str = "all",
+    ):
+        self.table, self.shape, self.window, self.floor, self.scored = table, shape, window, floor, scored
         self.mixes = ("all tasks", *dict.fromkeys(table.kinds))
         self.measured = {} if grid is None else _measured(grid)
+        # Once, so that moving a control never waits for a whole curve.
+        self.curves = {
+            mix: {f: np.array([self.schedule(f, tau, mix, tokens, "mean").predicted_loss for tau in self.TAUS]) for f in FAMILIES}
+            for mix in self.mixes
+        }
 
     @functools.cache  # noqa: B019 - as many entries as the controls have choices, and a Plans lives as long as its notebook
     def planner(self, mix: str, tokens: int, objective: str) -> Planner:
@@ -56,8 +65,9 @@ class Plans:
         if mix not in self.mixes:
             raise InputError("mix", got=mix, allowed=", ".join(self.mixes))
         table, rates = self.table.spread(self._losses(mix, objective), self.shape.layers)
-        buckets = 30 if objective == "worst" else 100
-        return Planner(table, rates, tokens=tokens, cost=MacCost(self.shape, self.window), floor=self.floor, buckets=buckets)
+        buckets = 12 if objective == "worst" else 60
+        cost = MacCost(self.shape, self.window)
+        return Planner(table, rates, tokens=tokens, cost=cost, floor=self.floor, buckets=buckets, scored=self.scored)
 
     def _losses(self, mix: str, objective: str) -> np.ndarray:
         kinds = None if mix == "all tasks" else [mix]
@@ -75,7 +85,7 @@ class Plans:
         """The schedule of one family at a budget; a rule gets the largest size that the budget allows."""
         planner, layers = self.planner(mix, tokens, objective), self.shape.layers
         if family == "optimised":
-            return planner.solve(tau, objective=objective, rounds=6)
+            return planner.solve(tau, objective=objective, rounds=4)
         make = {
             "one-shot-middle": lambda x: PruneSchedule.one_shot(layers // 2, x, layers), "linear": lambda x: PruneSchedule.linear(x, layers),
             "cosine": lambda x: PruneSchedule.pyramid(x, layers),
@@ -86,19 +96,15 @@ class Plans:
 
     def cost(self, schedule: PruneSchedule, tokens: int) -> float:
         """MACs of a schedule, its scoring included."""
-        return schedule_macs(self.shape, schedule, tokens, floor=self.floor, window=self.window)
-
-    @functools.cache  # noqa: B019
-    def curve(self, family: str, mix: str, tokens: int) -> np.ndarray:
-        """Expected mean loss of a family over `TAUS`."""
-        return np.array([self.schedule(family, tau, mix, tokens, "mean").predicted_loss for tau in self.TAUS])
+        return schedule_macs(self.shape, schedule, tokens, floor=self.floor, window=self.window, scored=self.scored)
 
     def view(self, tau: float, objective: str, mix: str, tokens: int) -> dict[str, Any]:
         """Schedules and expected losses at one budget.
 
         Returns:
-            ``ratios`` {family: (layers,)}, ``predicted`` {family: nats}, ``share`` {family: cost over full prefill}, ``curves`` {family: (taus,)},
-            ``measured`` {family: (taus, estimates, lows, highs)} of the held-out recording, and the setting.
+            ``ratios`` {family: (layers,)}, ``predicted`` {family: nats}, ``share`` {family: cost over full prefill}, ``curves`` {family: (taus,)}
+            mean losses expected at the table's prompt length, ``measured`` {family: (taus, estimates, lows, highs)} of the held-out recording, and
+            the setting.
         """
         planner = self.planner(mix, tokens, objective)
         found = {family: self.schedule(family, tau, mix, tokens, objective) for family in FAMILIES}
@@ -106,7 +112,7 @@ class Plans:
             "tau": tau, "objective": objective, "mix": mix, "tokens": tokens, "layers": np.arange(self.shape.layers),
             "ratios": {f: np.array(s.ratios) for f, s in found.items()}, "predicted": {f: float(s.predicted_loss) for f, s in found.items()},
             "share": {f: self.cost(s, tokens) / planner.full_cost for f, s in found.items()}, "taus": np.array(self.TAUS),
-            "curves": {f: self.curve(f, mix, tokens) for f in FAMILIES}, "measured": self.measured,
+            "curves": self.curves[mix], "measured": self.measured,
         }
 
 
