@@ -272,6 +272,19 @@ def test_last_row_only_gives_the_same_last_logits(name):
             close(model(ids).logits[:, -1], masked_logits(model, ids, [torch.arange(40)] * 2 + [torch.arange(1, 40, 2)] * 2)[:, -1], 1e-4)
 
 
+@pytest.mark.parametrize("options", [{"rows": Halves(1, 3, prune_at="post_attn")}, {"rows": Halves(3), "attention": Dense()}])
+def test_last_row_only_beside_other_parts(options):
+    model, ids, new = small(), prompt(41), torch.tensor([[5]])
+    with torch.no_grad():
+        with attach(model, **options):
+            out = model(ids)
+            expected = torch.cat([out.logits[:, -1:], model(new, cache=out.cache).logits], 1)
+        with attach(model, **options, last_row_only=True) as run:
+            out = model(ids)
+            assert out.logits.shape[1] == 1 and run.ffn_rows[-1] == 1
+            close(torch.cat([out.logits, model(new, cache=out.cache).logits], 1), expected)
+
+
 def test_work_is_counted_from_the_shapes():
     model, ids = small(), prompt()
     with torch.no_grad(), attach(model, rows=Halves(2)) as run:
