@@ -99,10 +99,11 @@ def capture(model: Any, ids: Any, *, name: str = "prompt", tokenizer: Any = None
     return Captured(name, ids.numpy(), queries, keys, scaling, dispatch(ids, tokenizer))
 
 
-@functools.lru_cache(maxsize=64)
-def profile_of(prompt: Captured, *, sinks: int = 4, window: int = 64, probe: int = 64) -> kernels.HeadProfile:
-    """The profile of all heads at once: layers stand where :func:`nbkit.kernels.head_profile` has its batch."""
-    return kernels.head_profile(prompt.rows(probe), prompt.keys, prompt.scaling, sinks=sinks, window=window)
+def profile_of(
+    prompt: Captured, layers: slice = slice(None), *, sinks: int = 4, window: int = 64, probe: int = 64,
+) -> kernels.HeadProfile:
+    """The profile of all heads of some layers at once: layers stand where :func:`nbkit.kernels.head_profile` has its batch."""
+    return kernels.head_profile(prompt.rows(probe)[layers], prompt.keys[layers], prompt.scaling, sinks=sinks, window=window)
 
 
 def task_of(prompt: Captured, task: str) -> str:
@@ -126,8 +127,9 @@ def head_view(prompt: Captured, layer: int, head: int, cfg: AdaCalConfig, *, bin
         if not 0 <= got < count:
             raise InputError(name, got=got, allowed=f"0..{count - 1}")
     task, tokens, probe = task_of(prompt, cfg.task), prompt.tokens, cfg.probe
-    policy, profile = cfg.policy(task), profile_of(prompt, sinks=cfg.sinks, window=cfg.window, probe=probe)
-    mass = profile.mid[layer]
+    policy = cfg.policy(task)
+    profile = profile_of(prompt, slice(layer, layer + 1), sinks=cfg.sinks, window=cfg.window, probe=probe)
+    mass = profile.mid[0]
     late = policy.fallback_after is not None and policy.fallback_after < 1 and layer >= policy.fallback_after * layers
     active, dense = _decide(prompt, layer, mass, cfg, task, late)
     attention = prompt.attention(layer, head, probe)
@@ -143,7 +145,7 @@ def head_view(prompt: Captured, layer: int, head: int, cfg: AdaCalConfig, *, bin
     return {
         "layer": layer, "head": head, "prompt": prompt.name, "task": task, "given": cfg.task != "auto", "reduce": policy.reduce, "tau": policy.tau,
         "kappa": policy.kappa, "caps": (v_cap, s_cap), "tokens": tokens, "probe": probe, "sinks": cfg.sinks, "window": cfg.window,
-        "entropy": float(profile.entropy[layer, head]), "concentration": float(profile.concentration[layer, head]), "score": score,
+        "entropy": float(profile.entropy[0, head]), "concentration": float(profile.concentration[0, head]), "score": score,
         "mid": mass[head].numpy(), "map": _shrink(attention, bins), "active": bool(active[head]), "dense": bool(dense[head]),
         "forced": bool(active[head]) and not score[policy.reduce] > policy.tau, "columns": columns.numpy(), "slashes": slashes.numpy(),
         "curve": found.curve[0].numpy(), "steps": int((found.columns >= 0).sum() + (found.slashes >= 0).sum()), "reached": float(found.covered[0]),
@@ -154,7 +156,9 @@ def head_view(prompt: Captured, layer: int, head: int, cfg: AdaCalConfig, *, bin
 
 def _decide(prompt: Captured, layer: int, mass: Tensor, cfg: AdaCalConfig, task: str, fallback: bool) -> tuple[list[bool], list[bool]]:
     """Which heads of the layer are active, and which keep dense rows: AdaCal's own choice, without spending on columns."""
-    found = choose(prompt.rows(cfg.probe)[layer], prompt.keys[layer], prompt.scaling, mass, replace(cfg, v_cap=0, s_cap=0), task, fallback=fallback)
+    # No columns are asked for, so the attention of a single row and key is enough beside the masses.
+    queries, keys = prompt.queries[layer, :, -1:], prompt.keys[layer, :, :1]
+    found = choose(queries, keys, prompt.scaling, mass, replace(cfg, v_cap=0, s_cap=0, guard=False), task, fallback=fallback)
     return found.active.tolist(), found.dense.tolist()
 
 
@@ -178,27 +182,30 @@ def picture_of(pattern: Pattern, tokens: int, bins: int = BINS) -> np.ndarray:
     >>> picture_of(Pattern(1, window=1, sinks=1), 3, bins=3).tolist()
     [[2, 0, 0], [2, 2, 0], [2, 1, 2]]
     """
-    device = pattern.device
-    kinds = torch.zeros(tokens, tokens, dtype=torch.uint8, device=device)
-    place = torch.arange(tokens, device=device)
-    distance = place[:, None] - place[None]
-    kinds[distance >= 0] = 1
+    kinds = np.tri(tokens, dtype=np.uint8)
     if pattern.dense_rows:
-        kinds[tokens - pattern.dense_rows :] = torch.where(distance[tokens - pattern.dense_rows :] >= 0, 5, 0).to(torch.uint8)
-    if pattern.slashes is not None:
-        chosen = torch.zeros(tokens, dtype=torch.bool, device=device)
-        chosen[pattern.slashes[0][pattern.slashes[0] >= 0]] = True
-        kinds[chosen[distance.clamp_min(0)] & (distance >= 0)] = 4
-    if pattern.columns is not None:
-        column = pattern.columns[0][pattern.columns[0] >= 0]
-        kinds[:, column] = torch.where(distance[:, column] >= 0, 3, 0).to(torch.uint8)
-    base = (distance >= 0) & ((distance < pattern.window) | (place[None] < pattern.sinks))
-    kinds[base] = 2
+        kinds[tokens - pattern.dense_rows :] *= 5
+    flat = kinds.reshape(-1)
+    for distance in _used(pattern.slashes):
+        flat[distance * tokens :: tokens + 1] = 4
+    for column in _used(pattern.columns):
+        kinds[column:, column] = 3
+    kinds[_base_mask(tokens, pattern.sinks, pattern.window)] = 2
     step = -(-tokens // bins)
-    # Cells beyond the diagonal must not make a block look read: they are the lowest kind already.
-    padded = torch.nn.functional.pad(kinds, (0, -tokens % step, 0, -tokens % step))
+    # Cells beyond the diagonal or the end cannot make a block look read: they are the lowest kind.
+    padded = np.pad(kinds, (0, -tokens % step)) if tokens % step else kinds
     side = padded.shape[0] // step
-    return padded.view(side, step, side, step).amax((1, 3)).cpu().numpy()
+    rows = np.maximum.reduce([padded[k::step] for k in range(step)])
+    return np.maximum.reduce([rows[:, k::step] for k in range(step)]).reshape(side, side)
+
+
+def _used(table: Tensor | None) -> list[int]:
+    return [] if table is None else table[0][table[0] >= 0].tolist()
+
+
+@functools.lru_cache(maxsize=16)
+def _base_mask(tokens: int, sinks: int, window: int) -> np.ndarray:
+    return Pattern(1, window=window, sinks=sinks).mask(tokens)[0].numpy()
 
 
 @functools.cache
@@ -318,3 +325,13 @@ def describe_head(result: Mapping) -> str:
         f"{_verdict(result)}; {len(result['columns'])} columns and {len(result['slashes'])} diagonals cover {result['covered']:.2f} of the middle "
         f"mass at density {result['density']:.2f}."
     )
+
+
+def evidence_mass(prompt: Captured, spans: Sequence[tuple[int, int]], rows: slice = slice(None)) -> np.ndarray:
+    """Largest attention of any of the kept rows on some token spans: (layers, heads). rows: which of the kept rows count."""
+    heads = prompt.queries.shape[1]
+    out = []
+    for queries, keys in zip(prompt.queries, prompt.keys, strict=True):
+        attention = probe_attention(queries, keys.repeat_interleave(heads // len(keys), 0), prompt.scaling)
+        out.append(sum(attention[..., start:stop].sum(-1) for start, stop in spans)[:, rows].amax(-1).numpy())
+    return np.stack(out)

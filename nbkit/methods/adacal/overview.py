@@ -189,7 +189,7 @@ def formula_density(
     AdaCal augments up to its caps. Raises: InputError for a rule without a formula (its cost depends on the prompt).
 
     >>> round(formula_density("A-shape", 512), 4), formula_density("A-shape", 64)
-    (0.2475, 1.0)
+    (0.2478, 1.0)
     """
     shape = {"window": window, "sinks": sinks}
     probed = {"probe_pairs": float(min(probe, tokens) * tokens)}
