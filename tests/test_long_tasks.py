@@ -167,3 +167,50 @@ def test_other_tokenizer_gives_other_ids_of_the_same_kind():
 def test_wrong_arguments_are_named(kind, options, match):
     with pytest.raises(InputError, match=match):
         nbkit.load_long_tasks(kind, **options)
+
+
+# The recipe that says which kinds count.
+
+
+def _rows(exact=1, whole=1.0, short=2.0):
+    from nbkit.recipes.long_tasks import cell_key, cells
+
+    out = []
+    for cell in cells():
+        nll = (short if "short" in cell else whole) + np.linspace(0, 0.1, cell["n"]) * ("short" in cell)
+        chance = None if TASKS[cell["kind"]] != "retrieval" else 0.5 if cell.get("keys") == 2 else 0.25
+        out.append({"key": cell_key(cell), "cell": cell, "chance": chance, "exact": [exact] * cell["n"], "nll": nll.tolist()})
+    return out
+
+
+def test_a_kind_counts_only_clearly_above_chance():
+    from nbkit.recipes.long_tasks import usable
+
+    assert all(entry["usable"] for entry in usable(_rows()).values())
+    none = usable(_rows(exact=0, short=1.0))
+    assert not any(none[kind]["usable"] for kind in RETRIEVAL)
+    rows = _rows()
+    for row in rows:
+        # 8 of 24 is above a chance of a quarter, but not clearly.
+        row["exact"] = [int(i % 3 == 0) for i in range(len(row["exact"]))]
+    assert not any(usable(rows)[kind]["usable"] for kind in RETRIEVAL)
+    flat = [row | {"nll": [1.0, 2.0] * (row["cell"]["n"] // 2)} for row in _rows()]
+    assert not any(usable(flat)[kind]["usable"] for kind in FREE)
+
+
+def test_figures_of_held_out_prompts_and_of_rival_chains_do_not_decide():
+    from nbkit.recipes.long_tasks import usable
+
+    rows = _rows()
+    for row in rows:
+        if row["cell"]["split"] == "held-out" or row["cell"].get("keys"):
+            row["exact"] = [0] * len(row["exact"])
+    assert all(entry["usable"] for kind, entry in usable(rows).items() if kind in RETRIEVAL)
+
+
+def test_every_cell_of_the_recipe_has_a_name_of_its_own():
+    from nbkit.recipes.long_tasks import cell_key, cells
+
+    keys = [cell_key(cell) for cell in cells()]
+    assert len(set(keys)) == len(keys)
+    assert {c["kind"] for c in cells() if c["split"] == "held-out" and c["n"] == 24} == set(TASKS)
