@@ -479,7 +479,7 @@ def grid():
     full = rng.exponential(size=24)
     cells = {"full": (full, 1), "optimised@0.75": (full + 0.01, 0.75), "linear@0.75": (full + 0.5 + rng.exponential(size=24) / 10, 0.75)}
     return Grid({
-        "prompts": prompts, "kinds": ["needle", "qa"] * 12,
+        "prompts": prompts, "kinds": ["needle", "qa"] * 12, "taus": [0.75, 0.65],
         "cells": {
             name: {"nll": dict(zip(prompts, nll.tolist(), strict=True)), "exact": dict.fromkeys(prompts, float(name == "full")),
                    "macs": dict.fromkeys(prompts, 100.0 * macs), "evidence": dict.fromkeys(prompts, 1.0)}
@@ -491,7 +491,8 @@ def grid():
 def test_the_report_pairs_prompts_and_keeps_costs_and_tasks_apart():
     g = grid()
     assert g.difference("optimised@0.75", "full").estimate == pytest.approx(0.01) and g.cost_share("linear@0.75") == 0.75
-    assert g.beats_heuristics(0.75, ["linear"])["linear"].high < 0
+    assert g.beats_heuristics(0.75, ["linear", "cosine"]).keys() == {"linear"} and g.beats_heuristics(0.75)["linear"].high < 0
+    assert g.budgets_won(["linear"]) == {0.75: True, 0.65: False} and g.budgets_won() == {0.75: False, 0.65: False}
     assert [row["task"] for row in g.quality("linear@0.75")] == ["all", "needle", "qa"] and g.quality("linear@0.75")[1]["prompts"] == 12
     assert {row["cell"] for row in g.rows()} == {"optimised@0.75", "linear@0.75"} and g.rows()[0]["points"].estimate == -100
     assert [row["cell"] for row in frontier(g, g.names, points=100)] == ["optimised@0.75"]

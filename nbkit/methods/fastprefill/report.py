@@ -120,8 +120,17 @@ class Grid:
         return out
 
     def beats_heuristics(self, tau: float, heuristics: Sequence[str] = HEURISTICS) -> dict[str, Interval]:
-        """C4 at one budget: optimised minus each schedule in answer loss."""
-        return {name: self.difference(f"optimised@{tau:g}", f"{name}@{tau:g}") for name in heuristics}
+        """C4 at one budget: optimised minus each recorded schedule in answer loss, over the prompts that both answered."""
+        found = [name for name in heuristics if f"{name}@{tau:g}" in self.names]
+        return {name: self.difference(f"optimised@{tau:g}", f"{name}@{tau:g}") for name in found}
+
+    def budgets_won(self, heuristics: Sequence[str] = HEURISTICS) -> dict[float, bool]:
+        """C4: whether at each budget the optimised schedule beats all of ``heuristics`` with the whole interval; False where one is missing."""
+        won = {}
+        for tau in self.data["taus"]:
+            gains = self.beats_heuristics(tau, heuristics)
+            won[tau] = len(gains) == len(heuristics) and all(gain.high < 0 for gain in gains.values())
+        return won
 
     def granularity(self, granularity: str, budget: float) -> Interval:
         """C6: answer loss with that granularity ("kv", "query") minus that with shared key sets, at the same budget a head."""
