@@ -17,7 +17,7 @@ from .augment import augment
 from .config import POLICIES, REDUCTIONS
 from .explore import BLUE, GREEN, GREY, INK, MAY_BE_EMPTY, ORANGE, PURPLE, Captured, base_density, profile_of
 from .metrics import probe_attention, reduce_rows
-from .report import Grid, Heads
+from .report import Grid, Heads, Rule
 
 MEASURES = {"mean": "middle mass, mean of the rows", "max": "middle mass, largest row", "last": "middle mass, last row", "entropy": "entropy",
             "concentration": "concentration"}
@@ -151,6 +151,17 @@ RULES = {"dense": "dense", "a-shape": "A-shape", "tri-shape": "tri-shape", "tria
          "entropyinfer": "EntropyInfer", "taskkv": "Task-KV", "random-heads": "random heads", "adacal": "AdaCal",
          "adacal-general": "AdaCal, no dispatch", "adacal-uniform": "AdaCal, all heads"}
 """Recorded rules and how they are called on screen."""
+
+
+def name_of(rule: Rule) -> str:
+    """A rule on screen, with its options.
+
+    >>> name_of(("vertical-slash", {"v": 8, "s": 64}))
+    'vertical-slash (v 8, s 64)'
+    """
+    name, options = (rule, {}) if isinstance(rule, str) else rule
+    given = ", ".join(f"{key} {value}" for key, value in options.items())
+    return RULES.get(name, name) + (f" ({given})" if given else "")
 
 
 def bars_of(grid: Grid, task: str, density: float | None = None) -> list[tuple[str, float, float, float, float]]:
