@@ -11,7 +11,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Confi
 from nbkit.errors import InputError
 from nbkit.inference import PARTS, Attention, Rows, attach, register
 from nbkit.inference.combine import Matrix, fill, matrix
-from nbkit.inference.scoring import score_prompt, token_losses
+from nbkit.inference.scoring import score_evictions, score_prompt, token_losses
 from nbkit.methods.ams import SegmentedPolicy
 from nbkit.methods.ams.eviction import AmsEviction, SnapKVEviction
 
@@ -279,13 +279,27 @@ def test_a_second_call_reads_what_is_there(model, tmp_path, monkeypatch):
     prompts = [prompt(name="x"), prompt(name="y", seed=1)]
     first = matrix(model, prompts[:1], rows=["none", ("half", Drop(0.5))], resume=tmp_path / "scores.jsonl")
     read = []
-    monkeypatch.setattr(combine, "score_prompt", lambda m, p, **k: read.append(p.id) or score_prompt(m, p, **k))
+    monkeypatch.setattr(combine, "score_evictions", lambda m, p, *a, **k: read.append(p.id) or score_evictions(m, p, *a, **k))
     second = matrix(model, prompts, rows=["none", ("half", Drop(0.5))], resume=tmp_path / "scores.jsonl")
     assert read == ["y", "y"]
     assert second.cells[:2] == first.cells
     # Other options of a part are another cell.
     matrix(model, prompts[:1], rows=[("half", Drop(0.25))], resume=tmp_path / "scores.jsonl")
     assert read == ["y", "y", "x"]
+
+
+@pytest.mark.parametrize("rows", [None, Drop(0.5)])
+def test_several_evictions_from_one_reading_score_as_each_alone(model, rows):
+    p = prompt(100)
+    parts = {} if rows is None else {"rows": rows}
+    evictions = {"none": None, "ams": AmsEviction(budget=30), "snapkv": SnapKVEviction(budget=40)}
+    for name, score in score_evictions(model, p, evictions, parts=parts).items():
+        alone = score_prompt(model, p, parts=parts if evictions[name] is None else parts | {"eviction": evictions[name]})
+        assert dataclasses.replace(score, seconds=0) == dataclasses.replace(alone, seconds=0)
+    with pytest.raises(InputError, match="parts"):
+        score_evictions(model, p, evictions, parts={"eviction": AmsEviction()})
+    with pytest.raises(InputError, match="prompt"):
+        score_evictions(model, prompt(answer=()), evictions)
 
 
 def test_a_recorded_matrix_gives_the_same_table(model):

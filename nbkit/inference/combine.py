@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from nbkit import parallel
 from nbkit.errors import InputError
 from nbkit.inference.parts import KINDS, Part, get
-from nbkit.inference.scoring import score_prompt
+from nbkit.inference.scoring import score_evictions
 from nbkit.inference.session import attach
 from nbkit.metrics import bootstrap, paired
 
@@ -187,11 +187,11 @@ def matrix(
     for prompt in prompts:
         samples.setdefault(len(prompt.ids), [prompt])
     lengths = list(dict.fromkeys(len(p.ids) for p in prompts))
-    cells = {tokens: list(_cells(model, axes, samples[tokens], time, space)) for tokens in lengths}
-    # All cells of a prompt in a row: whatever slows the machine down slows them all.
-    items = [(model, cell, prompt) for prompt in prompts for cell in cells[len(prompt.ids)]]
+    groups = {tokens: _groups(model, axes, samples[tokens], time, space) for tokens in lengths}
+    # All cells of a prompt in a row: whatever slows the machine down slows them all. Cells that differ in eviction share one reading.
+    items = [(model, group, prompt) for prompt in prompts for group in groups[len(prompt.ids)]]
     made = parallel.map(_read, items, executor="serial", key=_key, resume=resume, desc="matrix", progress=progress)
-    return Matrix(made, time, space)
+    return Matrix([cell for group in made for cell in group], time, space)
 
 
 def fill(lengths: Sequence[int], total: float) -> int:
@@ -230,17 +230,18 @@ def _axis(kind: str, entries: Sequence[Any]) -> list[tuple[str, Part | Callable 
     return out
 
 
-def _cells(model: Any, axes: list[list[tuple[str, Any]]], samples: list[Any], time: float | None, space: float | None) -> Iterator[Cell]:
-    """The full model, then every other combination, tuned to the budgets."""
+def _groups(model: Any, axes: list[list[tuple[str, Any]]], samples: list[Any], time: float | None, space: float | None) -> list[list[Cell]]:
+    """Cells by what reads the prompt, the full model first, each combination tuned to the budgets."""
     tokens = len(samples[0].ids)
-    yield Cell("none", "dense", "none", tokens)
+    groups: dict[tuple[str, str], dict[str, Cell]] = {("none", "dense"): {"none": Cell("none", "dense", "none", tokens)}}
     work, lengths = _cost(model, {}, samples)
     for row_label, row in axes[0]:
         for attention_label, attention in axes[1]:
+            labels = _plain("rows", row_label), _plain("attention", attention_label)
             pair, rate = _tuned(model, row, attention, samples, None if time is None else time * work)
-            held = None
-            for eviction_label, eviction in axes[2]:
-                parts, keep = dict(pair), None
+            group, held = groups.setdefault(labels, {}), None
+            for label, eviction in axes[2]:
+                label, parts, keep = _plain("eviction", label), dict(pair), None
                 if callable(eviction):
                     eviction = eviction(1.0 if rate is None else rate)
                 if eviction is not None:
@@ -249,9 +250,8 @@ def _cells(model: Any, axes: list[list[tuple[str, Any]]], samples: list[Any], ti
                         keep = fill(held, space * sum(lengths))
                         eviction = dataclasses.replace(eviction, budget=keep)
                     parts["eviction"] = eviction
-                if parts:
-                    labels = (row_label, attention_label, eviction_label)
-                    yield Cell(*map(_plain, KINDS, labels), tokens, rate, keep, parts)
+                group.setdefault(label, Cell(*labels, label, tokens, rate, keep, parts))
+    return [list(group.values()) for group in groups.values()]
 
 
 def _plain(kind: str, label: str) -> str:
@@ -291,18 +291,23 @@ def _cost(model: Any, parts: Mapping[str, Part], samples: list[Any]) -> tuple[fl
         return float(np.mean(work)), run.cache.lengths()
 
 
-def _read(item: tuple[Any, Cell, Any]) -> dict[str, Any]:
-    model, cell, prompt = item
-    score = dataclasses.asdict(score_prompt(model, prompt, parts=cell.parts))
-    kept = score.pop("evidence_kept")
-    return {
-        "rows": cell.rows, "attention": cell.attention, "eviction": cell.eviction, "rate": cell.rate, "keep": cell.keep, "prompt": prompt.id,
-        "kind": getattr(prompt, "kind", ""), "tokens": cell.tokens, **score, "evidence_kept": None if kept is None else round(min(kept), 4),
-    }
+def _read(item: tuple[Any, list[Cell], Any]) -> list[dict[str, Any]]:
+    model, group, prompt = item
+    parts = {kind: part for kind, part in group[0].parts.items() if kind != "eviction"}
+    scores = score_evictions(model, prompt, {cell.eviction: cell.parts.get("eviction") for cell in group}, parts=parts)
+    out = []
+    for cell in group:
+        score = dataclasses.asdict(scores[cell.eviction])
+        kept = score.pop("evidence_kept")
+        out.append({
+            "rows": cell.rows, "attention": cell.attention, "eviction": cell.eviction, "rate": cell.rate, "keep": cell.keep, "prompt": prompt.id,
+            "kind": getattr(prompt, "kind", ""), "tokens": cell.tokens, **score, "evidence_kept": None if kept is None else round(min(kept), 4),
+        })
+    return out
 
 
-def _key(item: tuple[Any, Cell, Any]) -> list[Any]:
-    """What a score depends on; addresses of objects are left out."""
-    model, cell, prompt = item
-    parts = {kind: re.sub(r" at 0x[0-9a-f]+", "", repr(part)) for kind, part in cell.parts.items()}
-    return [type(model).__name__, model.num_parameters(), str(model.dtype), *cell.labels, cell.tokens, parts, prompt.id]
+def _key(item: tuple[Any, list[Cell], Any]) -> list[Any]:
+    """What the scores depend on; addresses of objects are left out."""
+    model, group, prompt = item
+    cells = [[*cell.labels, {kind: re.sub(r" at 0x[0-9a-f]+", "", repr(part)) for kind, part in cell.parts.items()}] for cell in group]
+    return [type(model).__name__, model.num_parameters(), str(model.dtype), group[0].tokens, cells, prompt.id]

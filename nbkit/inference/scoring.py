@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from nbkit.errors import InputError
+from nbkit.inference.parts import Eviction
+from nbkit.inference.session import attach
 
-__all__ = ["Score", "score_prompt"]
+__all__ = ["Score", "score_evictions", "score_prompt", "token_losses"]
 
 
 @dataclass(frozen=True)
@@ -90,8 +93,70 @@ def score_prompt(model: Any, prompt: Any, *, parts: Mapping[str, Any] | None = N
             if answer.shape[1] > 1:
                 rest = model(answer[:, :-1], cache=out.cache, use_cache=True)
                 logits = torch.cat([logits, rest.logits], 1)
+    return _score(logits, target, seconds, facts)
+
+
+def _score(logits: Tensor, target: Tensor, seconds: float, facts: Mapping[str, Any]) -> Score:
     nll, hit = token_losses(logits[0], target[0])
     return Score(float(nll.mean()), float(nll[0]), bool(hit.all()), float(hit.float().mean()), seconds, **facts)
+
+
+def score_evictions(model: Any, prompt: Any, evictions: Mapping[str, Any], *, parts: Mapping[str, Any] | None = None) -> dict[str, Score]:
+    """Scores of several eviction parts by name (None: none), from one reading of the prompt: what each gets from `score_prompt` alone.
+
+    A layer's cache shrinks only after the layer has read the prompt, so the reading is the same for all of them. ``seconds`` are those of the
+    reading with the one part's own choice of entries.
+
+    Raises: InputError as `score_prompt`, and for an eviction among ``parts``.
+
+    >>> import numpy as np
+    >>> from types import SimpleNamespace
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)).eval()
+    >>> prompt = SimpleNamespace(ids=np.arange(20), answer_ids=np.array([3, 4]), evidence=(), inside=0)
+    >>> list(score_evictions(model, prompt, {"whole": None}))
+    ['whole']
+    """
+    if (parts or {}).get("eviction") is not None:
+        raise InputError("parts", got="an eviction part", allowed="rows and attention", hint="name it among the evictions")
+    if not len(prompt.ids) or not len(prompt.answer_ids):
+        raise InputError("prompt", got=f"{len(prompt.ids)} tokens with {len(prompt.answer_ids)} answer tokens", allowed="at least one of each")
+    ids = torch.as_tensor(prompt.ids, device=model.device)[None]
+    answer = torch.as_tensor(prompt.answer_ids, device=model.device)[None]
+    several = _Several(evictions)
+    scores = {}
+    with torch.inference_mode(), attach(model, **(parts or {}) | {"eviction": several}) as run:
+        start = time.perf_counter()
+        first = model(ids, use_cache=True, logits_to_keep=1)
+        seconds = time.perf_counter() - start - sum(several.seconds.values())
+        # The answer's chunk must not count as part of the reading.
+        facts, whole = _facts(run, first, prompt), first.cache
+        for name in evictions:
+            cache = copy.deepcopy(whole)
+            for layer, slots in several.slots[name].items():
+                if slots is not None:
+                    cache.layers[layer].retain(slots)
+            own = facts | {"cache_bytes": cache.nbytes}
+            logits = first.logits[:, -1:]
+            if answer.shape[1] > 1:
+                logits = torch.cat([logits, model(answer[:, :-1], cache=cache, use_cache=True).logits], 1)
+            scores[name] = _score(logits, answer, seconds + several.seconds[name], own)
+    return scores
+
+
+class _Several(Eviction):
+    """Asks each of several eviction parts what it would keep, and keeps everything."""
+
+    def __init__(self, parts: Mapping[str, Any]):
+        self.parts = {name: part for name, part in parts.items() if part is not None}
+        self.slots: dict[str, dict[int, Any]] = {name: {} for name in parts}
+        self.seconds = dict.fromkeys(parts, 0.0)
+
+    def keep(self, run, layer, k, v, queries, positions):
+        for name, part in self.parts.items():
+            start = time.perf_counter()
+            self.slots[name][layer] = part.keep(run, layer, k, v, queries, positions)
+            self.seconds[name] += time.perf_counter() - start
 
 
 def token_losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,8 +176,6 @@ def token_losses(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _reader(model: Any, parts: Mapping[str, Any] | None) -> Any:
     if parts is None:
         return contextlib.nullcontext()
-    from nbkit.inference.session import attach
-
     return attach(model, **parts)
 
 
