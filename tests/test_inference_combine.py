@@ -302,6 +302,12 @@ def test_several_evictions_from_one_reading_score_as_each_alone(model, rows):
         score_evictions(model, prompt(answer=()), evictions)
 
 
+def test_a_time_limit_ends_the_matrix_after_whole_prompts(model):
+    prompts = [prompt(name=str(i), seed=i) for i in range(3)]
+    found = matrix(model, prompts, eviction=["none", "snapkv"], minutes=0)
+    assert [c["prompt"] for c in found.cells] == ["0", "0"]
+
+
 def test_a_recorded_matrix_gives_the_same_table(model):
     import json
 

@@ -213,4 +213,13 @@ def test_every_cell_of_the_recipe_has_a_name_of_its_own():
 
     keys = [cell_key(cell) for cell in cells()]
     assert len(set(keys)) == len(keys)
-    assert {c["kind"] for c in cells() if c["split"] == "held-out" and c["n"] == 24} == set(TASKS)
+    assert {c["kind"] for c in cells() if c["split"] == "held-out" and c["tokens"] == 1024 and c["n"] >= 12} == set(TASKS)
+
+
+def test_without_the_deciding_cells_there_is_no_verdict():
+    from nbkit.errors import RunError
+    from nbkit.recipes.long_tasks import usable
+
+    for count in (3, 16):
+        with pytest.raises(RunError, match="too little time"):
+            usable(_rows()[:count])

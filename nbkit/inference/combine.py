@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time as clock
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +134,7 @@ class Matrix:
 def matrix(
     model: Any, prompts: Iterable[Any], *, rows: Sequence[Any] = ("none",), attention: Sequence[Any] = ("dense",),
     eviction: Sequence[Any] = ("none",), time: float | None = None, space: float | None = None, tune: Sequence[Any] = (),
-    resume: str | Path | None = None, progress: bool = False,
+    resume: str | Path | None = None, minutes: float | None = None, progress: bool = False,
 ) -> Matrix:
     """Read every prompt with every combination of parts, and with the full model, and score the answers.
 
@@ -150,6 +151,7 @@ def matrix(
         tune: prompts that budgets are solved on, default the first one of every length. Other prompts cost the same where a part's work goes
             by the length alone.
         resume: file that receives each score; a later call reads it and goes on.
+        minutes: stop after the prompt with which this time is up; None reads all of them.
 
     Raises: InputError for no prompts, unknown parts, two entries of one label, budgets outside (0, 1], or a budget that the lowest rate misses.
 
@@ -189,8 +191,13 @@ def matrix(
     lengths = list(dict.fromkeys(len(p.ids) for p in prompts))
     groups = {tokens: _groups(model, axes, samples[tokens], time, space) for tokens in lengths}
     # All cells of a prompt in a row: whatever slows the machine down slows them all. Cells that differ in eviction share one reading.
-    items = [(model, group, prompt) for prompt in prompts for group in groups[len(prompt.ids)]]
-    made = parallel.map(_read, items, executor="serial", key=_key, resume=resume, desc="matrix", progress=progress)
+    end = None if minutes is None else clock.monotonic() + 60 * minutes
+    made: list[list[dict[str, Any]]] = []
+    for number, prompt in enumerate(prompts):
+        if number and end is not None and clock.monotonic() > end:
+            break
+        items = [(model, group, prompt) for group in groups[len(prompt.ids)]]
+        made += parallel.map(_read, items, executor="serial", key=_key, resume=resume, desc=f"prompt {number + 1}/{len(prompts)}", progress=progress)
     return Matrix([cell for group in made for cell in group], time, space)
 
 

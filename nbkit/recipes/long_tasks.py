@@ -3,9 +3,9 @@
 Wordings were chosen on a few calibration prompts of 512 tokens. Fixed after that and before these figures: a retrieval kind is usable if, on 24
 calibration prompts (12 of 512 and 12 of 1,024 tokens), the Wilson interval of its exact answers lies above the chance of a reader who knows
 the candidates but not the evidence; a free kind if its continuation is likelier after the whole prompt than after its last 64 tokens, by the
-interval of the paired difference on 24 held-out prompts. Held-out prompts only describe the first. The controls are the same questions in
+interval of the paired difference on 12 held-out prompts. Held-out prompts only describe the first. The controls are the same questions in
 prompts without the evidence. The model runs in bfloat16; ``float32`` holds the same held-out prompts in both precisions.
-Each finished cell is written at once; a second call skips it.
+Cells come in the order of importance and each is written at once; a second call skips it; a time limit ends the run with what is there.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ RECHECKED = ("needle", "multikey", "qa", "code")
 
 
 def cells() -> list[dict]:
-    """Calibration first, then held-out prompts, controls, longer prompts, and the check of the precision."""
+    """Calibration first, then held-out prompts, controls, the check of the precision, and longer prompts."""
     from nbkit.loaders.long_tasks import TASKS
 
     retrieval = [kind for kind, category in TASKS.items() if category == "retrieval"]
     cell = lambda kind, n, tokens, split, **more: {"kind": kind, "n": n, "tokens": tokens, "split": split, "dtype": "bfloat16"} | more  # noqa: E731
     out = [cell(kind, 12, tokens, "calibration") for tokens in (512, 1024) for kind in retrieval]
+    out += [cell(kind, 24, 1024, "held-out") for kind in retrieval]
+    out += [cell(kind, 12, 1024, "held-out", **short) for kind in TASKS if kind not in retrieval for short in ({}, {"short": SHORT})]
+    out += [cell(kind, 12, 512, "held-out", evidence=False) for kind in retrieval]
     # With a second chain the right number is one of two.
     out += [cell("tracking", 12, 512, "calibration", keys=2)]
-    out += [cell(kind, 24, 1024, "held-out") for kind in TASKS]
-    out += [cell(kind, 24, 1024, "held-out", short=SHORT) for kind in TASKS if kind not in retrieval]
-    out += [cell(kind, 12, 1024, "held-out", evidence=False) for kind in retrieval]
-    out += [cell(kind, 8, 2048, "held-out") for kind in ("needle", "multikey", "tracking", "qa")]
-    return out + [cell(kind, 2, 1024, "held-out") | {"dtype": "float32"} for kind in RECHECKED]
+    out += [cell(kind, 2, 1024, "held-out") | {"dtype": "float32"} for kind in RECHECKED]
+    return out + [cell(kind, 8, 2048, "held-out") for kind in ("needle", "multikey", "tracking", "qa")]
 
 
 def cell_key(cell: dict) -> str:
@@ -72,6 +72,7 @@ def evaluate(cell: dict) -> dict:
 
 def usable(rows: list[dict]) -> dict[str, dict]:
     """Whether each kind counts, and the figures behind it."""
+    from nbkit.errors import RunError
     from nbkit.loaders.long_tasks import TASKS
     from nbkit.metrics import paired, wilson
 
@@ -83,24 +84,37 @@ def usable(rows: list[dict]) -> dict[str, dict]:
     for kind, category in TASKS.items():
         if category == "retrieval":
             found = find(kind, split="calibration")
+            if sum(len(r["exact"]) for r in found) < 24:
+                raise RunError("too little time for the calibration prompts", hint="call the recipe again, it goes on where it stopped")
             right, n = sum(sum(r["exact"]) for r in found), sum(len(r["exact"]) for r in found)
             share, chance = wilson(right, n), max(r["chance"] for r in found)
             out[kind] = {"usable": bool(share.low > chance), "exact": share.as_dict(), "chance": chance}
         else:
-            whole, short = find(kind, split="held-out")[0], find(kind, split="held-out", short=SHORT)[0]
-            gain = paired(short["nll"], whole["nll"])
+            found = find(kind, split="held-out") + find(kind, split="held-out", short=SHORT)
+            if len(found) < 2:
+                raise RunError("too little time for the free kinds", hint="call the recipe again, it goes on where it stopped")
+            gain = paired(found[1]["nll"], found[0]["nll"], method="expanded")
             out[kind] = {"usable": bool(gain.low > 0), "nats_from_context": gain.as_dict(), "chance": None}
     return out
 
 
-def run(work_dir: Path, out_dir: Path, log) -> None:
-    """Score every cell and write data/recordings/long-tasks."""
+def run(work_dir: Path, out_dir: Path, log, minutes: float = 60.0) -> None:
+    """Score cells until they or the minutes are used up and write data/recordings/long-tasks.
+
+    Raises: RunError when the time did not even reach to the cells that decide which kinds count.
+    """
     from nbkit import parallel
     from nbkit.loaders import save_recording
 
     grid = cells()
     log(f"long-tasks: {len(grid)} cells, {sum(c['n'] for c in grid)} prompts")
-    rows = parallel.map(evaluate, grid, executor="serial", key=cell_key, resume=work_dir / "cells.jsonl", desc="long-tasks")
+    end, rows = time.monotonic() + 60 * minutes, []
+    for cell in grid:
+        if time.monotonic() > end:
+            log(f"time is up after {len(rows)} cells")
+            break
+        rows += parallel.map(evaluate, [cell], executor="serial", progress=False, key=cell_key, resume=work_dir / "cells.jsonl")
+        log(f"{rows[-1]['key']}: exact {sum(rows[-1]['exact'])} of {cell['n']}, {rows[-1]['seconds']} s")
     verdicts = usable(rows)
     log("usable: " + ", ".join(kind for kind, entry in verdicts.items() if entry["usable"]))
     save_recording(

@@ -1,19 +1,19 @@
 """Token pruning x sparse attention x cache eviction on SmolLM2-135M, on equal budgets: data/recordings/prefill-matrix.
 
-Fixed before any result was seen: 16 held-out prompts of 1,024 tokens of each of needle, multikey, qa and code; budgets of 0.75 of the full
+Fixed before any result was seen: 16 held-out prompts of 768 tokens of each of needle, multikey, qa and code; budgets of 0.75 of the full
 model's multiply-accumulates and 0.5 of its cache bytes. FastPrefill drops once, before two thirds of the layers, and its rate is the highest that
 meets the work budget beside the attention it is combined with, solved on one calibration prompt each of needle and code. The segmented eviction
 keeps as many entries per head, in the layers that hold more, as meet the cache budget. Nothing can be tuned in the combinations without
 FastPrefill or without eviction: they are read as they are, and the table says which budgets they miss. The model runs in bfloat16; work and
 cache are counted exactly, seconds were measured on a shared machine and are only a hint.
-Each finished score is written at once; a second call goes on.
+Each finished score is written at once; a second call goes on; a time limit ends the run with the prompts that were read.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-KINDS, PROMPTS, TOKENS = ("needle", "multikey", "qa", "code"), 16, 1024
+KINDS, PROMPTS, TOKENS = ("needle", "multikey", "qa", "code"), 16, 768
 TUNED_ON = ("needle", "code")
 TIME, SPACE = 0.75, 0.5
 SCORE = "cummax"
@@ -35,8 +35,8 @@ def axes(layers: int, tokenizer) -> dict[str, list]:
     }
 
 
-def run(work_dir: Path, out_dir: Path, log) -> None:
-    """Read every prompt with every combination and write data/recordings/prefill-matrix."""
+def run(work_dir: Path, out_dir: Path, log, minutes: float = 60.0) -> None:
+    """Read prompts with every combination until they or the minutes are used up and write data/recordings/prefill-matrix."""
     import torch
 
     import nbkit
@@ -55,14 +55,15 @@ def run(work_dir: Path, out_dir: Path, log) -> None:
     tune = [load(kind, 1, "calibration")[0] for kind in TUNED_ON]
     log(f"prefill-matrix: {len(prompts)} prompts")
     found = matrix(model, prompts, **axes(model.config.num_hidden_layers, loaded.tokenizer), time=TIME, space=SPACE, tune=tune,
-                   resume=work_dir / "scores.jsonl", progress=True)
-    log(str(found))
+                   resume=work_dir / "scores.jsonl", minutes=minutes)
+    read = len({cell["prompt"] for cell in found.cells})
+    log(f"{read} of {len(prompts)} prompts\n{found}")
     cells = [{k: round(v, 5) if isinstance(v, float) else v for k, v in cell.items()} for cell in found.cells]
     save_recording(
-        "prefill-matrix", {"model": "smollm2-135m", "dtype": "bfloat16", "time": TIME, "space": SPACE, "cells": cells},
+        "prefill-matrix", {"model": "smollm2-135m", "dtype": "bfloat16", "tokens": TOKENS, "time": TIME, "space": SPACE, "cells": cells},
         {
             "recipe": "prefill-matrix", "seed": 0, "licence": "MIT",
-            "summary": "answers, work and cache of SmolLM2-135M on 64 held-out long prompts by token pruning, sparse attention and eviction; real "
-                       "model in bfloat16, generated prompts",
+            "summary": f"answers, work and cache of SmolLM2-135M on {read} held-out long prompts by token pruning, sparse attention and eviction; "
+                       "real model in bfloat16, generated prompts",
         },
     )
