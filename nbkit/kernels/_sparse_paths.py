@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 _SCORES = 2**22  # scores held at once by the masked path
 _TILE_ROWS, _SLASH_ROWS = 64, 32  # rows of a tile; a lone slash costs each row as many keys as the tile has rows, so tiles are smaller there
 _WHOLE_ROWS = 128  # rows of a block of the heads that are masked
-_GATHERED = 2**13  # keys gathered at once: the copies stay in the cache
+_GATHERED = 2**12  # keys gathered at once: the copies stay in the cache
 _BIAS = 2**20  # mask values held at once
-_LOOSE = 0.8  # tiles padded to a common number of keys have at least this share of it
+_LOOSE = 0.85  # tiles padded to a common number of keys have at least this share of it
 _CROWDED = 0.6  # a head whose tiles would gather more than this share of the keys before them is masked instead
 _FLAGS = 2**23  # (tile, key) flags held at once
 
@@ -85,7 +85,7 @@ def _merged(one: torch.Tensor, one_lse: torch.Tensor, other: torch.Tensor, other
     return one.mul_((one_lse - total).exp_()[..., None]).addcmul_(other, (other_lse - total).exp_()[..., None]), total
 
 
-def _by_unit(tensor: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
+def by_unit(tensor: torch.Tensor, batch: int, heads: int) -> torch.Tensor:
     """(batch or 1, heads or a divisor, ...) -> (batch * heads, ...)."""
     return tensor.repeat_interleave(heads // tensor.shape[1], 1).expand(batch, heads, *tensor.shape[2:]).reshape(batch * heads, *tensor.shape[2:])
 
@@ -94,7 +94,7 @@ def _named(pattern: Pattern, batch: int, heads: int, tokens: int) -> torch.Tenso
     """Keys that every later row of a head sees, (batch * heads, tokens), or None."""
     named = (torch.arange(tokens) < pattern.sinks).expand(batch * heads, tokens) if pattern.sinks else None
     if pattern.columns is not None:
-        columns = _by_unit(membership(pattern.columns, tokens), batch, heads)
+        columns = by_unit(membership(pattern.columns, tokens), batch, heads)
         named = columns if named is None else named | columns
     return named
 
@@ -244,12 +244,12 @@ def _whole(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: f
     size = _divisor(pattern, _WHOLE_ROWS)
     apart = (torch.arange(tokens) < pattern.window).expand(len(unit), tokens)
     if pattern.slashes is not None:
-        apart = apart | _by_unit(membership(pattern.slashes, tokens), batch, heads)[unit]
+        apart = apart | by_unit(membership(pattern.slashes, tokens), batch, heads)[unit]
     # Far to near, then the keys after the row: line x of the windows over it belongs to the row at key tokens - 1 - x.
     by_distance = pad(q.new_zeros(apart.shape).masked_fill_(~apart.flip(1), -math.inf), (0, size), value=-math.inf)
     named = _named(pattern, batch, heads, tokens)
     named = None if named is None else q.new_zeros(len(unit), 1, tokens).masked_fill_(~named[unit, None], -math.inf)
-    blocks = None if pattern.blocks is None else _by_unit(pattern.blocks, batch, heads)[unit]
+    blocks = None if pattern.blocks is None else by_unit(pattern.blocks, batch, heads)[unit]
     future = q.new_zeros(size, size).masked_fill_(torch.ones(size, size, dtype=torch.bool).triu(1), -math.inf)
     for first in range(0, rows, size):
         last = min(first + size, rows)
@@ -270,7 +270,7 @@ def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dty
     size = _divisor(pattern, _TILE_ROWS if pattern.slashes is None else _SLASH_ROWS)
     apart = torch.arange(tokens)[None] < pattern.window
     if pattern.slashes is not None:
-        apart = apart | _by_unit(membership(pattern.slashes, tokens), batch, heads)
+        apart = apart | by_unit(membership(pattern.slashes, tokens), batch, heads)
     padded = pad(apart, (size, size - 1))
     # A tile sees the key at a distance from its last row when one of its rows stands at a visible distance.
     summed = padded.cumsum(1)
@@ -279,7 +279,7 @@ def _tables(pattern: Pattern, shape: tuple[int, int, int, int], dtype: torch.dty
     later = torch.ones(size, size, dtype=torch.bool).triu()  # line k: seen from row k of the tile on
     sees = torch.cat([lines.reshape(-1, size), later, later.new_zeros(1, size)])
     return _Tiles(size, -(-rows // size), tokens - rows, tokens, pad(near.flip(1), (0, tokens)),
-                  _named(pattern, batch, heads, tokens), None if pattern.blocks is None else _by_unit(pattern.blocks, batch, heads), pattern.block,
+                  _named(pattern, batch, heads, tokens), None if pattern.blocks is None else by_unit(pattern.blocks, batch, heads), pattern.block,
                   torch.zeros(sees.shape, dtype=dtype).masked_fill_(~sees, -math.inf), lines.shape[1],
                   pattern.window if pattern.slashes is None else 0, tokens - rows + torch.arange(1, -(-rows // size) + 1) * size - 1)
 

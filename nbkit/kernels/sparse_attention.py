@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
+from nbkit.kernels import _sparse_triton
 from nbkit.kernels._registry import Example, Op, one_device, register, require, shape_of
 from nbkit.kernels._sparse_paths import Pattern, attend
 
@@ -130,6 +131,10 @@ def _torch(queries, keys, values, scaling, window, sinks, dense_rows, columns, s
     return attend(queries, keys, values, scaling, Pattern(window, sinks, dense_rows, columns, slashes, blocks, block))
 
 
+def _triton(queries, keys, values, scaling, window, sinks, dense_rows, columns, slashes, blocks, block) -> tuple[torch.Tensor, torch.Tensor]:
+    return _sparse_triton.attend(queries, keys, values, scaling, Pattern(window, sinks, dense_rows, columns, slashes, blocks, block))
+
+
 def plain(queries, keys, values, scaling, window=1, sinks=0, dense_rows=0, columns=None, slashes=None, blocks=None,
           block=64) -> tuple[torch.Tensor, torch.Tensor]:
     """The shortest torch expression of the same attention, with the full mask: the yardstick of the contract suite."""
@@ -220,8 +225,9 @@ def examples(generator: torch.Generator) -> Iterator[Example]:
 
 OP = register(Op(
     name="sparse_attention", summary="causal attention over the keys that a sparse pattern names", call=sparse_attention,
-    versions={"reference": _reference, "torch": _torch}, examples=examples, exact=False, plain=(plain, _plain_reordered),
-    gradients=("queries", "keys", "values"),
+    versions={"reference": _reference, "torch": _torch, "triton": _triton}, examples=examples, exact=False, plain=(plain, _plain_reordered),
+    gradients=("queries", "keys", "values"), triton_programs=_sparse_triton.programs,
+    triton_dtypes=(torch.float32, torch.float16, torch.bfloat16), interpreter_dtypes=(torch.float32, torch.float16),
     batch_axes=dict.fromkeys(("queries", "keys", "values", "columns", "slashes", "blocks"), 0),
     head_axes=dict.fromkeys(("queries", "keys", "values", "columns", "slashes", "blocks"), 1),
 ))
