@@ -16,6 +16,7 @@ QUERY_TOKENS = 64
 # An n-gram is rare when the prompt holds it at most this often.
 RARE = 3
 LONGEST = 8
+_FACTOR = np.int64(1_000_003)
 
 _CUES = re.compile(
     r"\?(?=\s|$)|^\s*(?:question|answer|q|a)\s*:|^\s*(?:what|which|who|whom|whose|when|where|why|how|find|recall|answer)\b",
@@ -83,21 +84,32 @@ def query_overlap(ids: np.ndarray, ending: int = QUERY_TOKENS, *, sinks: int = 4
     (1, 2)
     """
     total, longest = 0, 0
-    edge = len(ids) - max(QUERY_TOKENS, window)
-    grams = ids.copy()
-    for n in range(2, LONGEST + 1):
-        # Wrapping 64-bit arithmetic; two different n-grams of one prompt do not collide in practice.
-        with np.errstate(over="ignore"):
-            grams = grams[:-1] * np.int64(1_000_003) + ids[n - 1 :]
-        asked = np.unique(grams[max(0, len(ids) - ending) :])
-        middle = grams[sinks : max(sinks, edge - n + 1)]
-        common = asked[np.isin(asked, middle)]
-        if len(common):
-            rare = int(np.count_nonzero((grams == common[:, None]).sum(1) <= RARE))
+    if len(ids) < 2:
+        return total, longest
+    edge, last = len(ids) - max(QUERY_TOKENS, window), max(0, len(ids) - ending)
+    # Wrapping 64-bit arithmetic; two different n-grams of one prompt do not collide in practice.
+    with np.errstate(over="ignore"):
+        grams = ids[:-1] * _FACTOR + ids[1:]
+        asked = np.unique(grams[last:]) if last < len(grams) else grams[:0]
+        if not len(asked):
+            return total, longest
+        # Where a bigram of the ending stands; a longer n-gram can only start there.
+        at = np.flatnonzero(asked[np.searchsorted(asked, grams).clip(max=len(asked) - 1)] == grams)
+        grams = grams[at]
+        for n in range(2, LONGEST + 1):
+            values, which, counts = np.unique(grams, return_inverse=True, return_counts=True)
+            common = np.zeros((2, len(values)), dtype=bool)
+            common[0, which[at >= last]] = True
+            common[1, which[(at >= sinks) & (at + n <= edge)]] = True
+            common = common.all(0)
+            rare = int(np.count_nonzero(common & (counts <= RARE)))
             total += rare if n <= 3 else 0
             longest = n if rare else longest
-        if not len(common):
-            break
+            stays = common[which] & (at + n < len(ids))
+            at = at[stays]
+            if not len(at):
+                break
+            grams = grams[stays] * _FACTOR + ids[at + n]
     return total, longest
 
 
