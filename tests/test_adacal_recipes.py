@@ -108,13 +108,17 @@ def test_runs_stop_in_time_and_go_on_where_they_stopped(tmp_path):
 
     def evaluate(cell):
         seen.append(cell["x"])
-        return {"key": str(cell["x"]), "total": 0.0}
+        return {"key": f"x{cell['x']}", "total": 0.0}
+
+    def run(cells, minutes):
+        return [row["key"] for row in adacal.in_time(evaluate, cells, lambda c: f"x{c['x']}", tmp_path / "r.jsonl", minutes, log.append)]
 
     grid, log = [{"x": i} for i in range(4)], []
-    assert adacal.in_time(evaluate, grid, lambda c: c["x"], tmp_path / "r.jsonl", -1.0, log.append) == []
-    assert len(adacal.in_time(evaluate, grid[:2], lambda c: c["x"], tmp_path / "r.jsonl", 5.0, log.append)) == 2
-    assert len(adacal.in_time(evaluate, grid, lambda c: c["x"], tmp_path / "r.jsonl", 5.0, log.append)) == 4
-    assert seen == [0, 1, 2, 3] and "time is up after 0 of 4 cells" in log[0]
+    assert run(grid, -1.0) == [] and "time is up at cell 1 of 4" in log[0]
+    assert run(grid[1:3], 5.0) == ["x1", "x2"]
+    assert run(grid, -1.0) == ["x1", "x2"]
+    assert run(grid, 5.0) == ["x0", "x1", "x2", "x3"]
+    assert seen == [1, 2, 0, 3]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ is written at once; a second call skips it; a time limit ends the run with what 
 from __future__ import annotations
 
 import functools
+import json
 import time
 from pathlib import Path
 
@@ -201,17 +202,19 @@ def damage(task: str, layer: int) -> dict:
 
 
 def in_time(evaluate, grid: list[dict], key, resume: Path, minutes: float, log) -> list[dict]:
-    """Results of the first cells, as many as the minutes allow; those of an earlier call count as done."""
+    """Results of the first cells, as many as the minutes allow, and of all that an earlier call had finished."""
     from nbkit import parallel
 
-    end, rows = time.monotonic() + 60 * minutes, []
-    for count in range(1, len(grid) + 1):
+    end = time.monotonic() + 60 * minutes
+    each = functools.partial(parallel.map, evaluate, executor="serial", progress=False, key=key, resume=resume)
+    for count, cell in enumerate(grid, 1):
         if time.monotonic() > end:
-            log(f"time is up after {count - 1} of {len(grid)} cells")
+            log(f"time is up at cell {count} of {len(grid)}")
             break
-        rows = parallel.map(evaluate, grid[:count], executor="serial", progress=False, key=key, resume=resume)
-        log(f"{count}/{len(grid)} {rows[-1]['key']} {rows[-1]['total']} s")
-    return rows
+        row = each([cell])[0]
+        log(f"{count}/{len(grid)} {row['key']} {row['total']} s")
+    done = {row["result"]["key"] for row in map(json.loads, resume.read_text().splitlines()) if "result" in row} if resume.exists() else set()
+    return each([cell for cell in grid if key(cell) in done])
 
 
 def run_heads(work_dir: Path, out_dir: Path, log, minutes: float = 60.0) -> None:

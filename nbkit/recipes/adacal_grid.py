@@ -115,6 +115,14 @@ def same_prompts(rows: list[dict]) -> None:
             raise RunError(f"prompts of {row['key']} differ from those of an earlier cell", hint="delete the recipe's work folder and run it again")
 
 
+def classes(kind: str, n: int = 24, tokens: int = TOKENS) -> dict[str, int]:
+    """How the dispatcher classifies held-out prompts of a task."""
+    from nbkit.methods.adacal import TASKS, dispatch
+
+    found = [dispatch(prompt.ids, load().tokenizer).task for prompt in prompts(kind, n, tokens)]
+    return {task: found.count(task) for task in TASKS}
+
+
 # What is chosen on calibration prompts.
 
 
@@ -200,6 +208,7 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
     """Evaluate cells until they or the minutes are used up and write data/recordings/adacal-grid."""
     from nbkit import parallel
     from nbkit.loaders import save_recording
+    from nbkit.loaders.long_tasks import TASKS
     from nbkit.metrics import wilson
 
     end = time.monotonic() + 60 * minutes
@@ -214,11 +223,11 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
     log(f"tasks: {tasks} of {[(row['cell']['task'], row['right']) for row in checks]}")
     grid, matches, rows = [], [], []
     for stage in (cells, DENSITIES[0], more_cells, DENSITIES[1]):
-        if time.monotonic() > end:
-            break
         if callable(stage):
             grid += stage(tasks)
         else:
+            if time.monotonic() > end and not (work_dir / f"match-{stage}.jsonl").exists():
+                break
             found = each(match, [{"method": method, "density": stage} for method in MATCHED], resume=work_dir / f"match-{stage}.jsonl")
             matches += found
             grid += matched_cells(tasks, found)
@@ -228,7 +237,7 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
         "adacal-grid",
         {
             "model": "smollm2-135m", "dtype": "bfloat16", "tasks": tasks, "usable": checks, "matched": matches, "chunk": CHUNK, "tokens": TOKENS,
-            "sinks": SINKS, "window": WINDOW, "cells": rows,
+            "sinks": SINKS, "window": WINDOW, "classes": {kind: classes(kind) for kind in TASKS}, "cells": rows,
         },
         {
             "recipe": "adacal-grid", "seed": 0, "licence": "MIT",
