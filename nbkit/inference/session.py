@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from nbkit.errors import InputError, RunError, UnsupportedModelError
+from nbkit.inference._tools import check_standard, chunk_mask, decoder_of, replace, rising, standard_layer
 from nbkit.inference.cache import RaggedCache, check_layers
 from nbkit.inference.parts import Attention, Eviction, Part, Rows
 from nbkit.inference.run import LayerSize, Run
@@ -28,19 +29,6 @@ __all__ = ["ATTENTION", "Run", "attach", "decoder_of"]
 
 ATTENTION = "nbkit_inference"
 _SESSIONS: dict[int, _Session] = {}
-_STANDARD = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-
-
-def decoder_of(model: Any) -> nn.Module:
-    """The module with the decoder layers, ``model.model`` in Llama and alike.
-
-    Raises: UnsupportedModelError for encoder-decoder models and for models without such a module.
-    """
-    for candidate in (model, getattr(model, "base_model", None), getattr(model, "model", None)):
-        if isinstance(getattr(candidate, "layers", None), nn.ModuleList) and not getattr(candidate.config, "is_encoder_decoder", False):
-            return candidate
-    raise UnsupportedModelError("model", got=type(model).__name__,
-                                allowed="a decoder of transformers with a list of layers, such as Llama, Mistral or Qwen3")
 
 
 @contextmanager
@@ -112,16 +100,6 @@ def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, att
     return session.attend(module, query, key, value, **options)
 
 
-def _replace(stack: ExitStack, owner: Any, name: str, value: Callable) -> None:
-    """Set an attribute of one object and put its own one, or that of its class, back at the end."""
-    own = owner.__dict__.get(name)
-    object.__setattr__(owner, name, value)
-    if own is None:
-        stack.callback(owner.__dict__.pop, name)
-    else:
-        stack.callback(object.__setattr__, owner, name, own)
-
-
 class _Session:
     """The hooks of one attached model. active: inside a forward pass of its decoder; prefill: that pass reads the prompt."""
 
@@ -150,9 +128,9 @@ class _Session:
         late = self.prune_at == "post_attn"
         changed = range(len(layers)) if late else [len(layers) - 1] if self.run.last_row_only else []
         for index in changed:
-            self._check_standard(layers[index])
+            check_standard(self.body, layers[index])
         for index in changed:
-            _replace(stack, layers[index], "forward", self._forward_of(layers[index], index, layers[index].forward))
+            replace(stack, layers[index], "forward", self._forward_of(layers[index], index, layers[index].forward))
         if self.run.last_row_only:
             attention = layers[-1].self_attn
             for name in ("q_proj", "o_proj"):
@@ -170,7 +148,7 @@ class _Session:
             stack.callback(layer.register_forward_pre_hook(self._enter_of(index), with_kwargs=True).remove)
             stack.callback(layer.register_forward_hook(self._leave_of(index)).remove)
         if hasattr(self.model, "_prepare_cache_for_generation"):
-            _replace(stack, self.model, "_prepare_cache_for_generation", self._generation_cache(self.model._prepare_cache_for_generation))
+            replace(stack, self.model, "_prepare_cache_for_generation", self._generation_cache(self.model._prepare_cache_for_generation))
 
     def _generation_cache(self, prepare: Callable) -> Callable:
         def wrapped(generation_config, model_kwargs, *args, **kwargs):
@@ -183,29 +161,13 @@ class _Session:
 
         return wrapped
 
-    @torch.no_grad()
-    def _check_standard(self, layer: nn.Module) -> None:
-        """Two rows through the layer and through `_standard_layer` must give the same."""
-        wrong = UnsupportedModelError("decoder layer", got=type(layer).__name__,
-                                      allowed="standard pre-norm layers: attention and FFN each with one norm before",
-                                      hint='prune_at="pre" and last_row_only=False work with other layers')
-        if set(dict(layer.named_children())) != _STANDARD or not hasattr(self.body, "rotary_emb"):
-            raise wrong
-        weight = next(layer.parameters())
-        hidden = torch.linspace(-1, 1, 2 * self.body.config.hidden_size, device=weight.device, dtype=weight.dtype).view(1, 2, -1)
-        places = torch.arange(2, device=weight.device)[None]
-        options = {"position_ids": places, "position_embeddings": self.body.rotary_emb(hidden, places), "attention_mask": None}
-        there, here = layer(hidden, **options), _standard_layer(layer, hidden, lambda x: x, lambda x: x, options)
-        if not isinstance(there, Tensor) or not torch.allclose(there, here, rtol=1e-4, atol=1e-5):
-            raise wrong
-
     def _forward_of(self, layer: nn.Module, index: int, original: Callable) -> Callable:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any):
             if not (self.active and self.prefill):
                 return original(hidden_states, *args, **kwargs)
             last = index == self.run.layers - 1
             if last and self.run.last_row_only:
-                return _standard_layer(layer, hidden_states, self._tail, self._tail, kwargs)
+                return standard_layer(layer, hidden_states, lambda hidden: hidden[:, -1:], kwargs)
             chosen: list[Tensor | None] = []
 
             def cut(hidden: Tensor) -> Tensor:
@@ -213,7 +175,7 @@ class _Session:
                     chosen.append(None if last or self.prune_at == "pre" else self._ask(index + 1))
                 return hidden if chosen[0] is None else hidden[:, chosen[0]]
 
-            return _standard_layer(layer, hidden_states, cut, cut, kwargs)
+            return standard_layer(layer, hidden_states, cut, kwargs)
 
         return forward
 
@@ -279,8 +241,8 @@ class _Session:
             if found is None and run.ids is None and type(self.rows).prefilter is not Rows.prefilter:
                 raise InputError("prompt", got="inputs_embeds", allowed="input_ids", hint="this part chooses among token ids")
             if found is not None:
-                index = _rising("indices of prefilter()", found[0], new)
-                renumbered = _rising("positions of prefilter()", found[1], None)
+                index = rising("indices of prefilter()", found[0], new)
+                renumbered = rising("positions of prefilter()", found[1], None)
                 if len(renumbered) != len(index):
                     raise InputError("prefilter()", got=f"{len(index)} indices and {len(renumbered)} positions", allowed="as many of both")
                 name = "input_ids" if run.ids is not None else "inputs_embeds"
@@ -339,7 +301,7 @@ class _Session:
         if found is None:
             return None
         alive = len(run.positions)
-        index = _rising(f"rows kept before layer {layer}", found, alive).to(run.positions.device)
+        index = rising(f"rows kept before layer {layer}", found, alive).to(run.positions.device)
         if int(index[-1]) != alive - 1:
             raise InputError(f"rows kept before layer {layer}", got=f"a last row of {int(index[-1])}",
                              allowed=f"the last row alive, {alive - 1}, among them", hint="the next token is predicted from it")
@@ -376,7 +338,7 @@ class _Session:
         self.attended = layer
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         if not self.prefill:
-            mask = _chunk_mask(query.shape[2], key.shape[2], query.device)
+            mask = chunk_mask(query.shape[2], key.shape[2], query.device)
             return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **options)
         run.heads, run.head_dim, run.value_dim, run.scaling = query.shape[1], query.shape[3], value.shape[3], scaling
         rows = query.shape[2]
@@ -419,36 +381,8 @@ class _Session:
 
     # The last layer for its last row.
 
-    def _tail(self, hidden: Tensor) -> Tensor:
-        return hidden[:, -1:]
-
     def _last_row(self, module: nn.Module, args: tuple):
         return (args[0][:, -1:], *args[1:]) if self.active and self.prefill else None
 
     def _spread(self, module: nn.Module, args: tuple, output: Tensor):
         return output.expand(-1, len(self.run.positions), -1) if self.active and self.prefill else None
-
-
-def _standard_layer(layer: nn.Module, hidden: Tensor, cut_residual: Callable, cut_attention: Callable, options: dict) -> Tensor:
-    """A pre-norm decoder layer whose rows are cut between attention and FFN."""
-    attended = layer.self_attn(hidden_states=layer.input_layernorm(hidden), **options)[0]
-    hidden = cut_residual(hidden) + cut_attention(attended)
-    return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-def _chunk_mask(new: int, total: int, device: torch.device) -> Tensor | None:
-    """Every new row sees what was there before and the new rows up to itself; None where one new row sees everything."""
-    if new == 1:
-        return None
-    return torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)[None, None]
-
-
-def _rising(name: str, index: Any, below: int | None) -> Tensor:
-    """``index`` as an int64 tensor (k,), k >= 1, of strictly increasing numbers >= 0."""
-    index = torch.as_tensor(index)
-    limit = "" if below is None else f" below {below}"
-    if index.dim() != 1 or not len(index) or index.dtype not in (torch.int64, torch.int32):
-        raise InputError(name, got=f"{index.dtype} {tuple(index.shape)}", allowed=f"at least one whole number{limit}, strictly increasing")
-    if int(index[0]) < 0 or (below is not None and int(index[-1]) >= below) or bool((index.diff() <= 0).any()):
-        raise InputError(name, got=f"numbers from {int(index[0])} to {int(index[-1])}", allowed=f"strictly increasing numbers{limit}")
-    return index.long()
