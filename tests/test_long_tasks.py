@@ -6,7 +6,8 @@ import pytest
 import nbkit
 from nbkit.errors import InputError
 from nbkit.loaders import long_templates
-from nbkit.loaders.long_tasks import CONTINUATION, DEPTHS, TASKS, _entries
+from nbkit.loaders.long_makers import CONTINUATION, _entries
+from nbkit.loaders.long_tasks import DEPTHS, TASKS
 
 RETRIEVAL = [kind for kind, category in TASKS.items() if category == "retrieval"]
 FREE = [kind for kind, category in TASKS.items() if category != "retrieval"]
