@@ -270,6 +270,14 @@ def test_rank_changes_name_a_rule_that_is_best_here_and_worse_there(grid):
     assert [case[:4] for case in found] == [("needle", "adacal", "prose", "tri-shape"), ("prose", "tri-shape", "needle", "adacal")]
 
 
+def test_the_rival_slope_is_that_of_the_losses(grid):
+    rows = [{"key": str(r), "cell": {"task": "multikey", "method": "given-columns", "chunk": 0, "tokens": 512, "keys": 7, "rivals": r},
+             "ids": ["a", "b", "c"], "nll": [0.1 + 0.2 * r, 0.2 * r, 0.3 + 0.2 * r]} for r in (0, 1, 3)]
+    assert Grid(grid.data | {"cells": rows}).rivals().estimate == pytest.approx(0.2)
+    with pytest.raises(InputError, match="numbers of rivals"):
+        grid.rivals()
+
+
 def test_heads_average_random_draws_and_rank_metrics_against_damage():
     def row(ranking, share, losses, **more):
         cell = {"task": "needle", "ranking": ranking, "share": share, "chunk": 0}

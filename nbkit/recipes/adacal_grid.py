@@ -195,9 +195,12 @@ def matched_cells(tasks: list[str], matches: list[dict], chunk: int = 0) -> list
 
 
 def more_cells(tasks: list[str]) -> list[dict]:
-    """Second chunks, further baselines and longer prompts."""
-    out = [_cell(task, method, 1) for task in tasks for method in CORE] + [_cell(task, method) for method in OTHERS for task in tasks]
-    return out + [_cell(task, method, 0, tokens, size=n) for tokens, n in ((1024, 6), (2048, 4)) for task in ("needle", "table") for method in LONG]
+    """Further baselines, rival statements under the usual rules, longer prompts, second chunks."""
+    out = [_cell(task, method) for method in OTHERS for task in tasks]
+    out += [_cell("multikey", method, keys=7) for method in ("dense", "adacal", "vertical-slash")]
+    out += [_cell(task, method, 0, 1024, size=6) for task in ("needle", "table") for method in LONG]
+    out += [_cell(task, method, 1) for task in tasks for method in CORE]
+    return out + [_cell(task, method, 0, 2048, size=4) for task in ("needle", "table") for method in LONG]
 
 
 def _cell(task: str, method: str, chunk: int = 0, tokens: int = TOKENS, **more) -> dict:
@@ -208,7 +211,6 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
     """Evaluate cells until they or the minutes are used up and write data/recordings/adacal-grid."""
     from nbkit import parallel
     from nbkit.loaders import save_recording
-    from nbkit.loaders.long_tasks import TASKS
     from nbkit.metrics import wilson
 
     end = time.monotonic() + 60 * minutes
@@ -237,7 +239,7 @@ def run(work_dir: Path, out_dir: Path, log, minutes: float = 75.0) -> None:
         "adacal-grid",
         {
             "model": "smollm2-135m", "dtype": "bfloat16", "tasks": tasks, "usable": checks, "matched": matches, "chunk": CHUNK, "tokens": TOKENS,
-            "sinks": SINKS, "window": WINDOW, "classes": {kind: classes(kind) for kind in TASKS}, "cells": rows,
+            "sinks": SINKS, "window": WINDOW, "classes": {kind: classes(kind) for kind in RETRIEVAL + FREE}, "cells": rows,
         },
         {
             "recipe": "adacal-grid", "seed": 0, "licence": "MIT",

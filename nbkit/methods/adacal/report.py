@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbkit.errors import InputError
-from nbkit.metrics import Interval, bootstrap, paired
+from nbkit.metrics import Interval, bootstrap, paired, slope
 
 # A task whose dense loss is below this many nats would make any rise look huge in relation to it.
 LEAST_LOSS = 0.1
@@ -130,6 +130,15 @@ class Grid:
             if loss <= tolerance:
                 fit.append((float(cost), rule))
         return min(fit, key=lambda pair: pair[0])[1] if fit else None
+
+    def rivals(self, *, keys: int = 7) -> Interval:
+        """Slope of the loss (nats a statement) against the number of wrong-key statements whose columns are kept beside the right one."""
+        counts = sorted({row["cell"]["rivals"] for row in self.data["cells"] if row["cell"].get("keys") == keys and "rivals" in row["cell"]})
+        if len(counts) < 2:
+            raise InputError("numbers of rivals", got=counts, allowed="at least two recorded numbers")
+        losses = np.stack([self("nll", "multikey", "given-columns", keys=keys, rivals=count) for count in counts], 1)
+        prompt = np.repeat(np.arange(len(losses)), len(counts))
+        return slope(np.tile(counts, len(losses)), losses.ravel(), cluster=prompt, method=_method(len(losses)))
 
     def best(self, task: str, rules: Iterable[Rule]) -> Rule:
         """The rule with the smallest mean loss on a task."""
