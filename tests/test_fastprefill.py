@@ -542,3 +542,23 @@ def test_nan_states_are_named():
     for heads in (None, "query"):
         with FastPrefill(STEPS, heads=heads, **EDGES).attach(model), pytest.raises(InputError, match="NaN"):
             model(prompt())
+
+
+# ---- what was recorded ----
+
+
+def test_the_recorded_weights_and_table():
+    """The default weights fit SmolLM2, and the table follows from the rows."""
+    from nbkit.recipes import fastprefill_scores as recipe
+
+    data = nbkit.load_recording("fastprefill-scores").data
+    weights = ScoreWeights.default().check(30, 9)
+    assert weights.to_json() == data["weights"] and weights.meta["prompts"] == len(data["calibration"]) == 24
+    assert {row["id"] for row in data["rows"]}.isdisjoint(data["calibration"]) and len(data["rows"]) == 24
+    assert recipe.summary(data["rows"]) == data["table"]
+    assert all(row["cells"][f"oracle@{layer}"]["kept"] == 1 for row in data["rows"] for layer in data["layers"])
+    assert max(data["bfloat16_change"]) <= 0.02
+    part = TokenPruning(PruneSchedule.one_shot(20, 0.3, 30), score="calibrated")
+    assert part.layers_scored(30) == frozenset(range(20))
+    with attach(small(), rows=TokenPruning(STEPS, score="calibrated", **EDGES)), pytest.raises(InputError, match="weights belong to one model"):
+        small()(prompt())
