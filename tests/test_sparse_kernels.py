@@ -51,8 +51,11 @@ def close(got, want):
 
 # --- sparse_attention: what a pattern means ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("pattern", [{"window": 150}, {"sinks": 150}, {"dense_rows": 150}, {"columns": torch.arange(150)[None, None]},
-                                     {"slashes": torch.arange(150)[None, None]}, {"blocks": torch.ones(1, 1, 3, 3, dtype=torch.bool)}], ids=lambda pattern: next(iter(pattern)))
+EVERY = torch.arange(150)[None, None]
+
+
+@pytest.mark.parametrize("pattern", [{"window": 150}, {"sinks": 150}, {"dense_rows": 150}, {"columns": EVERY}, {"slashes": EVERY},
+                                     {"blocks": torch.ones(1, 1, 3, 3, dtype=torch.bool)}], ids=lambda pattern: next(iter(pattern)))
 def test_full_visibility_is_dense_attention(pattern):
     q, k, v, scaling = triple()
     out, lse = sparse_attention(q, k, v, scaling, **{"window": 1} | pattern)
