@@ -9,7 +9,7 @@ from nbkit import bench
 from nbkit.errors import MissingResourceError
 
 TOKENS, SPARSE_TOKENS = 2048, 2048
-BASELINES = ("fastkv", "gemfilter", "pyramidinfer", "sliminfer", "lazyllm", "specprefill")
+BASELINES = ("cosine", "asl", "fastkv", "gemfilter", "pyramidinfer", "sliminfer", "lazyllm", "specprefill")
 
 
 @functools.lru_cache(maxsize=1)
@@ -34,24 +34,30 @@ def _grid():
 
 def _parts(cell: str) -> dict:
     """The parts of a cell of the grid, for a session; sizes that were fitted to a budget stay shares of the prompt."""
-    from nbkit.methods.fastprefill import ModelShape, PruneSchedule, TokenPruning
-    from nbkit.recipes.fastprefill import PRUNING, baseline_rules
+    from nbkit.methods.fastprefill import HeadSelected, ModelShape, PruneSchedule, TokenPruning
+    from nbkit.methods.fastprefill.baselines import ASL
+    from nbkit.recipes.fastprefill import POOL, PRUNING, SINKS, WINDOW, baseline_rules
 
     name, _, tau = cell.partition("@")
     schedules = _grid().data["schedules"]
     if cell in schedules:
         return {"rows": TokenPruning(PruneSchedule.from_ratios(schedules[cell]["ratios"]), **PRUNING)}
+    if name == "fastprefill":
+        heads = HeadSelected(granularity="query", budget=0.2, sinks=SINKS, window=WINDOW, pool=POOL)
+        return {**_parts(f"optimised@{tau}"), "attention": heads}
+    if name == "asl":
+        return {"rows": ASL()}
     rule = baseline_rules(ModelShape.from_config(_setting()[0].config), float(tau))[name]
     if name == "gemfilter":
         rule = type(rule)(keep_tokens=rule.keep_tokens / _grid().data["tokens"])
     return {"rows": rule}
 
 
-def _equal_quality(name: str) -> str | None:
-    """The cheapest recorded cell of a method whose mean loss and exact answers stay within the limits of equal quality; None if there is none."""
+def _equal_quality(*names: str) -> str | None:
+    """The cheapest recorded cell of these methods whose mean loss and exact answers stay within the limits of equal quality; None if there is none."""
     from nbkit.methods.fastprefill.report import frontier
 
-    rows = frontier(_grid(), [cell for cell in _grid().names if cell.split("@")[0] == name])
+    rows = frontier(_grid(), [cell for cell in _grid().names if cell.split("@")[0] in names])
     return rows[0]["cell"] if rows else None
 
 
@@ -66,7 +72,7 @@ def _read(parts: dict):
 
 
 def _ours() -> dict:
-    cell = _equal_quality("optimised")
+    cell = _equal_quality("optimised", "fastprefill")
     if cell is None:
         raise MissingResourceError("schedule of equal quality", got="none in the recording", hint="no budget keeps the quality here")
     return _parts(cell)
@@ -81,7 +87,7 @@ def _against(name: str) -> bench.Measured:
     """Beside the cheapest cell of a baseline that keeps the quality; a baseline without one has nothing to be compared with."""
     cell = _equal_quality(name)
     if cell is None:
-        raise MissingResourceError(f"{name} of equal quality", got="none in the recording", hint="it loses more than .05 nats or 5 points at .75")
+        raise MissingResourceError(f"{name} of equal quality", got="none in the recording", hint="it loses more than .05 nats or 5 points")
     ours, theirs = _ours(), _parts(cell)
     return bench.compare(lambda: _read(ours), lambda: _read(theirs), repeat=5, warmup=1, scale=1.0)
 

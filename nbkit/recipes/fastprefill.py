@@ -7,10 +7,6 @@ of 32, pooling over 7; one score for all schedules, chosen on calibration prompt
 allows. The budget shown for quality is the smallest one, in steps of .01, whose expected extra loss on calibration is at most .05 nats. The model
 runs in bfloat16 if its answer loss stays within .02 nats of float32 on six calibration prompts. Every prompt is written as it is done; a second call
 goes on.
-
-Added after the first results: hand-made schedules that drop a little in every layer did as well as the optimised ones, which the table could not
-foresee without a rate between .7 and 1. The cells ``finer@...`` use the rates .85 and .95 too, measured on the same calibration prompts; they were
-compared on prompts whose results for the other cells had been seen.
 """
 
 from __future__ import annotations
@@ -25,7 +21,6 @@ import numpy as np
 
 TOKENS, CALIBRATION, DRAWS, HELD_OUT, USABLE_PROMPTS, SEED = 768, 24, 3, 40, 8, 0
 LAYERS, RATES = (6, 9, 12, 15, 18, 21, 24, 27), (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
-FINER_RATES = (0.85, 0.95)
 TAUS = (0.85, 0.75, 0.65, 0.55)
 SINKS, WINDOW, POOL = 4, 32, 7
 FLOOR = SINKS + WINDOW
@@ -129,15 +124,6 @@ def losses_of(work_dir: str, dtype: str, kinds: list[str], name: str) -> dict[st
     return {"id": name, "kind": prompt.kind, "seconds": round(time.perf_counter() - start, 1), **out}
 
 
-def finer_losses_of(dtype: str, kinds: list[str], name: str) -> dict[str, Any]:
-    """The same for the rates close to 1."""
-    from nbkit.methods.fastprefill.sensitivity import prompt_losses
-
-    prompt, (run, _) = prompts("calibration", CALIBRATION, tuple(kinds))[name], runner(dtype)
-    with run.attached():
-        return prompt_losses(run, run.store(prompt.ids, prompt.answer_ids), layers=LAYERS, rates=FINER_RATES, **PRUNING)
-
-
 def run_sensitivity(work_dir: Path, out_dir: Path, log) -> None:
     """Measure the table on the calibration prompts, fit FitPrune on the same prompts, and write the recording."""
     from nbkit import parallel
@@ -154,10 +140,6 @@ def run_sensitivity(work_dir: Path, out_dir: Path, log) -> None:
     # Prompts of one task follow each other at a distance of the number of tasks: each draw gets all tasks.
     draws = tuple((i // len(kinds)) % DRAWS for i in range(len(names)))
     table = SensitivityTable(LAYERS, RATES, np.array([row["loss"] for row in rows]), tuple(row["kind"] for row in rows), draws)
-    measure = functools.partial(finer_losses_of, dtype, list(kinds))
-    close = parallel.map(measure, names, executor="serial", resume=work_dir / "finer.jsonl", desc="fastprefill-sensitivity, rates close to 1")
-    losses = np.concatenate([table.losses, [row["loss"] for row in close]], axis=2)
-    finer = SensitivityTable(LAYERS, RATES + FINER_RATES, losses, table.kinds, draws)
     shape = runner(dtype)[0].shape
     masses = [tuple(np.load(work_dir / f"{name.replace('/', '-')}.npy")) for name in names]
     forced = [np.r_[:SINKS, TOKENS - WINDOW : TOKENS]] * len(masses)
@@ -166,7 +148,7 @@ def run_sensitivity(work_dir: Path, out_dir: Path, log) -> None:
         "tokens": TOKENS, "score": SCORE, "scored": SCORED, "sinks": SINKS, "window": WINDOW, "pool": POOL, "floor": FLOOR,
         "dtype": json.loads((work_dir / "dtype.json").read_text()),
         "kinds": json.loads((work_dir / "usable.json").read_text()),
-        "table": table.as_dict(), "finer": finer.as_dict(), "smoothing": table.smooth()[1], "ids": names,
+        "table": table.as_dict(), "smoothing": table.smooth()[1], "ids": names,
         "full": [{"id": r["id"], "kind": r["kind"], "nll": r["nll"], "exact": r["full_exact"]} for r in rows],
         "exact": [r["exact"] for r in rows], "kept": np.round([r["kept"] for r in rows], 3).tolist(),
         "fitprune": {tau: {"ratios": list(s.ratios), "alpha": s.meta["alpha"]} for tau, s in peers.items()},
@@ -211,9 +193,6 @@ def schedules() -> dict[str, Any]:
         out[f"fitprune@{tau:g}"] = PruneSchedule.from_ratios(data["fitprune"][f"{tau:g}"]["ratios"], rule="fitprune", tau=tau)
         out[f"single-best@{tau:g}"] = best_one_shot(raw, tau)
     out[f"optimised@{safe_tau(planner):g}"] = planner.solve(safe_tau(planner))
-    if "finer" in data:
-        finer = SensitivityTable.from_dict(data["finer"]).planner(shape, **options)
-        out |= {f"finer@{tau:g}": finer.solve(tau) for tau in sorted({*TAUS, safe_tau(finer)})}
     apart = table.planner(shape, by_kind=True, **options)
     for tau in SPECIAL_TAUS:
         out[f"worst-task@{tau:g}"] = apart.solve(tau, objective="worst")
@@ -286,8 +265,6 @@ def baseline_rules(shape, tau: float) -> dict[str, Any]:
 def part_of(cell: str) -> str:
     """The part of the grid that measures a schedule."""
     name, _, tau = cell.partition("@")
-    if name == "finer":
-        return "finer"
     if name not in TUNED + RULES:
         return "special"
     if name not in SLOW:
@@ -368,7 +345,7 @@ def session_cells(which: str, name: str) -> dict[str, Any]:
 
 GROUPS = {
     "schedules": replay_cells, "rules": replay_cells, "heads": session_cells, "fast": session_cells, "baselines": replay_cells,
-    "finer": replay_cells, "rules-more": replay_cells, "special": replay_cells, "heads-more": session_cells, "baselines-more": replay_cells,
+    "rules-more": replay_cells, "special": replay_cells, "heads-more": session_cells, "baselines-more": replay_cells,
 }
 """Parts of the grid in the order in which they run, the core comparisons first."""
 
