@@ -302,14 +302,13 @@ def _verdict(result: Mapping) -> str:
 
 def _head_texts(result: Mapping) -> list[dict]:
     score, ended = result["score"], "" if result["active"] else " (if it were active)"
-    chosen = "given" if result["given"] else "dispatched"
+    whose = f"“{result['prompt']}”, {result['task']} ({'given' if result['given'] else 'dispatched'})"
     texts = (
-        (0, 1.045, f"<b>layer {result['layer']}, head {result['head']}</b>, prompt “{result['prompt']}”, task {result['task']} ({chosen}): "
-                   f"<b>{_verdict(result)}</b>", 16),
+        (0, 1.045, f"<b>layer {result['layer']}, head {result['head']}: {_verdict(result)}</b>; {whose}", 15),
         (0, 1.0, f"entropy {result['entropy']:.2f} · concentration {result['concentration']:.2f} · middle mass: mean {score['mean']:.2f}, largest "
                  f"row {score['max']:.2f}, last row {score['last']:.2f}", 14),
         (0, 0.525, f"pattern: density {result['density']:.2f} with probe (A-shape alone {result['floor']:.2f})", 15),
-        (0.64, 0.525, f"middle mass by row: {result['reduce']} (dotted), τ (dashed)", 15),
+        (0.64, 0.525, f"middle mass; {result['reduce']} dotted, τ dashed", 15),
         (0.64, 0.195, f"κ {result['reached']:.2f} after {result['steps']} steps{ended}; target dashed", 15),
     )
     return [{"text": text, "x": x, "y": y, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "showarrow": False,

@@ -291,10 +291,10 @@ def draw_tasks(result: Mapping) -> dict[str, Any]:
 
 def _task_texts(result: Mapping) -> list[dict]:
     f, policy, now = result["features"], result["policy"], result["now"]
-    found = (f"recurring rare n-grams {f['overlap']:.0f} (longest {f['longest']:.0f} tokens) · question cues {f['cues']:.0f} · "
-             f"digits and marks {f['symbols']:.0%} · indented lines {f['indent']:.0%} · zlib {f['zlib']:.2f}")
-    rule = (f"policy: {policy.reduce} middle mass > {policy.tau:g}; columns and diagonals until κ {policy.kappa:g}, caps × {policy.caps:g}"
-            + (f"; top {policy.dense_top:.0%} of a layer keep dense last rows" if policy.dense_top else ""))
+    found = (f"rare n-grams that recur {f['overlap']:.0f} (longest {f['longest']:.0f}) · cues {f['cues']:.0f} · digits and marks "
+             f"{f['symbols']:.0%} · indented {f['indent']:.0%} · zlib {f['zlib']:.2f}")
+    rule = (f"policy: {policy.reduce} middle mass > {policy.tau:g}, augmented to κ {policy.kappa:g}, caps × {policy.caps:g}"
+            + (f"; top {policy.dense_top:.0%} with dense last rows" if policy.dense_top else ""))
     shares = ", ".join(f"{name} {share:.2f}" for name, share in now.items())
     return _texts((
         (-0.08, 1.09, f"<b>“{result['prompt']}” is dispatched as {result['task']}</b>: {result['active']:.0%} of the heads pass its threshold", 16),
