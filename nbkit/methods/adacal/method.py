@@ -64,6 +64,11 @@ class AdaCal(PatternAttention):
         state["profile"] += [{"prompt": prompt} | row for row in rows_of(layer, plan.profile, plan.choice, share)]
         return plan.pattern
 
+    def attend(self, run: Run, layer: int, q: Tensor, k: Tensor, v: Tensor, scaling: float) -> Tensor:
+        """Find the pattern, charge its pairs and the probe, and compute the output (1, heads, n, value_dim)."""
+        # Transposed views, as models hand them over, would be copied tile by tile.
+        return super().attend(run, layer, q.contiguous(), k, v, scaling)
+
     @contextmanager
     def attach(self, model: Any) -> Iterator[AdaCalRun]:
         """Read prompts with this rule inside the block; the model is restored afterwards.
