@@ -23,8 +23,8 @@ LENGTHS, ROUNDS, THREADS, SEED = (1024, 2048, 4096), 9, 2, 0
 SHORT = (256, 512)
 """Lengths at which only the full model is timed, for the share of prefill (C1)."""
 STEPS, DECODE_TOKENS, DECODE_STEPS, FAST = 4, 2048, 32, 0.55
-LONGEST = ("full", "fastprefill", "fastprefill-heads", "fastprefill@0.55", "fastkv", "gemfilter", "attention-removed")
-"""Methods that are timed at the greatest length; the others are too slow to repeat there."""
+LONGEST = ("full", "fastprefill", "fastprefill-heads", "fastkv", "gemfilter", "attention-removed")
+"""Methods that are timed above the smallest length; the others would take too long to repeat there."""
 
 
 class Removed(Attention):
@@ -36,12 +36,12 @@ class Removed(Attention):
         return q.new_zeros(*q.shape[:3], v.shape[-1])
 
 
-def methods(tokens: int) -> dict[str, dict[str, Any]]:
-    """Parts of every method that is timed at this length, by name."""
+def methods(tokens: int, shape: Any) -> dict[str, dict[str, Any]]:
+    """Parts of every method that is timed at this length on a model of this shape, by name."""
     from nbkit.loaders import load_recording
     from nbkit.methods.fastprefill import HeadSelected, PruneSchedule, TokenPruning
     from nbkit.methods.fastprefill import baselines as b
-    from nbkit.recipes.fastprefill import POOL, PRUNING, SINKS, WINDOW
+    from nbkit.recipes.fastprefill import POOL, PRUNING, SINKS, TOKENS, WINDOW, baseline_rules
 
     grid = load_recording("fastprefill-grid").data
     tau = grid["chosen_tau"]
@@ -50,14 +50,16 @@ def methods(tokens: int) -> dict[str, dict[str, Any]]:
         return TokenPruning(PruneSchedule.from_ratios(grid["schedules"][f"optimised@{budget:g}"]["ratios"]), **PRUNING)
 
     heads = HeadSelected(granularity="query", budget=0.2, sinks=SINKS, window=WINDOW, pool=POOL)
-    fastkv = grid["schedules"][f"one-shot-middle@{tau:g}"]["ratios"][-1]
+    # The published rules at the work that FastPrefill may do, as shares of the prompt.
+    rules = baseline_rules(shape, tau)
+    gemfilter = b.GemFilter(keep_tokens=rules["gemfilter"].keep_tokens / TOKENS)
     found = {
         "full": {}, "full-lastrow": {"rows": b.FullLastRow()}, "fastprefill": {"rows": pruning(tau)},
         "fastprefill-heads": {"rows": pruning(tau), "attention": heads}, f"fastprefill@{FAST:g}": {"rows": pruning(FAST)},
-        "fastkv": {"rows": b.FastKV(rate=fastkv)}, "gemfilter": {"rows": b.GemFilter()}, "pyramidinfer": {"rows": b.PyramidInfer()},
+        "fastkv": {"rows": rules["fastkv"]}, "gemfilter": {"rows": gemfilter}, "pyramidinfer": {"rows": rules["pyramidinfer"]},
         "attention-sparse": {"attention": heads}, "attention-removed": {"attention": Removed()},
     }
-    return {k: v for k, v in found.items() if tokens < 4096 or k in LONGEST}
+    return {k: v for k, v in found.items() if tokens <= LENGTHS[0] or k in LONGEST}
 
 
 @contextlib.contextmanager
@@ -126,7 +128,7 @@ def one_round(model, ids, lengths, number: int) -> dict[str, Any]:
     rng = np.random.default_rng([SEED, number])
     out: dict[str, Any] = {"seconds": {}, "macs": {}, "ffn": {}, "decode": {}}
     for tokens in lengths:
-        found = methods(tokens)
+        found = methods(tokens, shape)
         key = str(tokens)
         for table in ("seconds", "macs", "ffn"):
             out[table][key] = {}
@@ -135,7 +137,7 @@ def one_round(model, ids, lengths, number: int) -> dict[str, Any]:
             if name == "attention-removed":
                 macs = prefill_macs(shape, [tokens] * shape.layers, pairs=[0] * shape.layers).total
             out["seconds"][key][name], out["macs"][key][name], out["ffn"][key][name] = seconds, macs, ffn
-    for tokens in (*SHORT, *(n for n in lengths if n < 4096)):
+    for tokens in (*SHORT, *(n for n in lengths if n < 2048)):
         prefill, step = full_and_steps(model, ids[:, :tokens])
         out["decode"][str(tokens)] = {"prefill": prefill, "step": step}
     return out
