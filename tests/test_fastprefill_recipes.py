@@ -289,7 +289,9 @@ def test_recorded_cells_keep_their_budgets_and_pair_up():
         name, _, tau = cell.partition("@")
         assert set(grid.common(cell)) <= set(grid.common("full")) and np.isfinite(grid.values("nll", cell)).all()
         if cell in data["schedules"]:
-            assert (grid.values("macs", cell) <= float(tau) * full * (1 + 1e-9)).all(), cell
+            # A rule whose ratios still fall where the floor holds all rows goes on scoring there: a few hundred-thousandths.
+            assert (grid.values("macs", cell) <= float(tau) * full * (1 + 1e-4)).all(), cell
+            assert name != "optimised" or (grid.values("macs", cell) <= float(tau) * full).all()
     assert {f"{name}@{tau:g}" for name in ("optimised", "one-shot-middle", "single-best") for tau in data["taus"]} <= set(grid.names)
     # A schedule that was chosen on one set of prompts is only judged on others.
     calibration = set(recording("fastprefill-sensitivity")["ids"])

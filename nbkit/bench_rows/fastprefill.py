@@ -54,7 +54,7 @@ def _parts(cell: str) -> dict:
 
 
 def _equal_quality(*names: str) -> str | None:
-    """The cheapest recorded cell of these methods whose mean loss and exact answers stay within the limits of equal quality; None if there is none."""
+    """The cheapest recorded cell of these methods whose mean loss and exact answers stay within the limits of equal quality, or None."""
     from nbkit.methods.fastprefill.report import frontier
 
     rows = frontier(_grid(), [cell for cell in _grid().names if cell.split("@")[0] in names])
