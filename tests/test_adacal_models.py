@@ -165,7 +165,7 @@ def test_identity_11_the_kernel_equals_masked_attention(name, task):
     torch.testing.assert_close(read(name, AdaCal(cfg))[0], read(name, Masked(cfg))[0], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [64, 100, 128])
+@pytest.mark.parametrize("tokens", [100, 512])
 def test_identity_11_holds_at_any_length_with_all_heads_alike(tokens):
     ids = torch.randint(60, (1, tokens), generator=torch.Generator().manual_seed(tokens))
     cfg = config(tau=-1.0, kappa=1.0)

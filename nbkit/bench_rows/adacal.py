@@ -138,6 +138,6 @@ ROWS = (
     bench.Row("adacal: first token, 2,048 tokens", "ms", "full prefill", lambda: _first_token(2048, 3), _equals_dense),
     bench.Row("adacal: first token, 4,096 tokens", "ms", "full prefill", lambda: _first_token(4096, 2), _equals_dense),
     bench.Row("adacal: attention of one layer, 2,048 tokens", "ms", "masked attention, same pairs", _kernel, _kernel_is_exact),
-    bench.Row("adacal: profiling and choosing, 2,048 tokens", "% of prefill", "full prefill", _deciding, _kernel_is_exact, goal=15.0),
+    bench.Row("adacal: profiling and choosing, 2,048 tokens", "% of prefill", "full prefill", _deciding, _kernel_is_exact),
     bench.Row("adacal: task dispatch, 4,096 tokens", "ms", "none", _dispatch, _dispatch_is_right, goal=1.0),
 )

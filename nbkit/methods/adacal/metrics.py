@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nbkit.errors import InputError
 
@@ -125,11 +126,11 @@ def diagonal_sums(attention: Tensor) -> Tensor:
 
 def by_distance(attention: Tensor) -> Tensor:
     """The same numbers laid out by distance: entry [..., i, d] is attention[..., i, position(i) - d], 0 beyond the first token."""
-    probe, tokens = attention.shape[-2:]
-    rows = torch.arange(tokens - probe, tokens, device=attention.device)[:, None]
-    column = rows - torch.arange(tokens, device=attention.device)[None]
-    moved = attention.gather(-1, column.clamp_min(0).expand(attention.shape))
-    return moved.masked_fill_(column < 0, 0.0)
+    *lead, probe, tokens = attention.shape
+    # Reversed in both axes, row r holds distance d at place r + d: a strided view of a padded copy lines the distances up.
+    padded = F.pad(attention.flip(-1, -2), (0, probe)).reshape(-1, probe, tokens + probe).contiguous()
+    view = padded.as_strided((len(padded), probe, tokens), (probe * (tokens + probe), tokens + probe + 1, 1))
+    return view.flip(-2).reshape(*lead, probe, tokens)
 
 
 def covered_share(attention: Tensor, mask: Tensor, mid: Tensor) -> Tensor:
