@@ -15,7 +15,8 @@ from nbkit.methods.fastprefill import baselines as b
 from nbkit.methods.fastprefill.cost import LatencyModel, ModelShape, measure_layers, prefill_macs
 from nbkit.methods.fastprefill.prune import TokenPruning
 from nbkit.methods.fastprefill.schedule import PruneSchedule
-from nbkit.methods.fastprefill.sensitivity import LayerRunner, SensitivityTable, fit_schedule, prompt_losses
+from nbkit.methods.fastprefill.sensitivity import SensitivityTable, fit_schedule, prompt_losses
+from nbkit.methods.fastprefill.stored import LayerRunner
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 60, "num_hidden_layers": 4,

@@ -45,7 +45,7 @@ def runner(dtype: str):
     import torch
 
     import nbkit
-    from nbkit.methods.fastprefill.sensitivity import LayerRunner
+    from nbkit.methods.fastprefill.stored import LayerRunner
 
     torch.set_num_threads(1)
     loaded = nbkit.load_model("smollm2-135m")

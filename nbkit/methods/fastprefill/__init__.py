@@ -28,7 +28,8 @@ from .prune import SCORES, TokenPruning, layer_scores, reduce_heads
 from .reader import FastPrefill
 from .report import PAPER, Grid, Timing, frontier
 from .schedule import PruneSchedule, match_cost
-from .sensitivity import LayerRunner, SensitivityTable, default_layers, fit_schedule, prompt_losses
+from .sensitivity import SensitivityTable, default_layers, fit_schedule, prompt_losses
+from .stored import LayerRunner
 
 __all__ = [
     "GRANULARITIES",

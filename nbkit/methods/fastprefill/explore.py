@@ -13,7 +13,8 @@ from nbkit.methods.fastprefill.cost import MacCost, Macs, ModelShape, banded_pai
 from nbkit.methods.fastprefill.optimise import Planner, surrogate
 from nbkit.methods.fastprefill.report import Grid
 from nbkit.methods.fastprefill.schedule import PruneSchedule, match_cost
-from nbkit.methods.fastprefill.sensitivity import LayerRunner, Replay, SensitivityTable, Stored
+from nbkit.methods.fastprefill.sensitivity import SensitivityTable
+from nbkit.methods.fastprefill.stored import LayerRunner, Replay, Stored
 
 BLUE, ORANGE, GREEN, PURPLE, AMBER, SKY, GREY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"
 FAMILIES = ("optimised", "one-shot-middle", "linear", "cosine")

@@ -150,8 +150,9 @@ class Grid:
 
 
 def frontier(grid: Grid, cells: Iterable[str], *, nats: float = QUALITY_NATS, points: float = QUALITY_POINTS) -> list[dict[str, Any]]:
-    """Rows of the cells whose mean extra loss and mean lost points stay within the limits, cheapest first."""
-    rows = [row for row in grid.rows(cells) if row["nll"].estimate <= nats and row["points"].estimate >= -points]
+    """Rows of the cells that answered all prompts with a mean extra loss and mean lost points within the limits, cheapest first."""
+    every = len(grid.common("full"))
+    rows = [r for r in grid.rows(cells) if r["prompts"] == every and r["nll"].estimate <= nats and r["points"].estimate >= -points]
     return sorted(rows, key=lambda row: row["macs"])
 
 
