@@ -110,6 +110,15 @@ def test_per_key_head_columns_are_shared_by_its_query_heads():
     close(sparse_attention(*args, window=4, columns=columns), sparse_attention(*args, window=4, columns=columns.repeat_interleave(3, 1)))
 
 
+@pytest.mark.parametrize("rows", [128, 256, 512])
+def test_queries_may_be_a_transposed_view(rows):
+    q, k, v, scaling = triple(rows=rows)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
+    pattern = {"window": 8, "sinks": 2, "slashes": indices(1, 9, 5, below=rows), "columns": indices(1, 9, 6, below=rows, seed=4)}
+    for got, want in zip(sparse_attention(*views, scaling, **pattern), sparse_attention(q, k, v, scaling, **pattern), strict=True):
+        assert torch.equal(got, want)
+
+
 def test_pattern_of_one_batch_serves_all():
     args = triple(batch=2, rows=60)
     columns, squares = indices(1, 9, 6, below=60), normal(1, 9, 4, 4) > 0.5

@@ -214,7 +214,8 @@ def _tiled(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     group, tokens = heads // keys.shape[1], keys.shape[2]
     tiles = _tables(pattern, (batch, heads, rows, tokens), queries.dtype)
     size, units = tiles.size, batch * heads
-    q = pad(queries, (0, 0, 0, tiles.count * size - rows)).reshape(units, tiles.count, size, dim)
+    # A view of transposed queries, as transformers hands them over, stays one where nothing is padded.
+    q = pad(queries, (0, 0, 0, tiles.count * size - rows)).reshape(units, tiles.count, size, dim).contiguous()
     k, v = (tensor.reshape(-1, dim) for tensor in (keys, values))
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
     step = max(1, _FLAGS // (tiles.count * tokens))
