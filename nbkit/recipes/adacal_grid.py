@@ -1,6 +1,7 @@
 """Every sparse way of reading a prompt on the same held-out prompts of SmolLM2-135M: data/recordings/adacal-grid.
 
-Fixed before any result was seen. Tasks: of the retrieval tasks the first two, in the order of RETRIEVAL, whose first answer token the dense model
+Fixed before any result was seen, except the number of tasks and the order of the cells, which were cut to the time at hand when early cells were
+known; no setting of a rule changed. Tasks: of the retrieval tasks the first two, in the order of RETRIEVAL, whose first answer token the dense model
 gets right on 8 calibration prompts above chance with the whole Wilson interval; then table, code and prose. Prompts of 512 tokens in chunks
 of 12 (held-out templates, fillers and keys); a cell is one method on one chunk. 4 sinks and 64 local keys for every method that has them, all
 else at the defaults of the rule. Loss: first answer token, predicted inside the prefill, or the last 48 tokens of the prompt. Density includes

@@ -1,6 +1,7 @@
 """SmolLM2-135M reading long prompts with fewer tokens: data/recordings/fastprefill-sensitivity and fastprefill-grid.
 
-Fixed before any result was seen: 24 calibration prompts in three draws of about 8, 40 held-out prompts with other templates and fillers, 768 tokens
+Fixed before any held-out result was seen (the step of the budget rule and the layers of the tuned single drop after the calibration table, the others
+before it): 24 calibration prompts in three draws of about 8, 40 held-out prompts with other templates and fillers, 768 tokens
 each, spread evenly over the usable tasks (those with a known chance level count only if the full model's exact answers on 8 calibration prompts lie
 above it with their whole 95 % interval); 8 layers and 6 rates for the table; budgets .85, .75, .65, .55 of full prefill's MACs; 4 sinks, a window
 of 32, pooling over 7; one score for all schedules, chosen on calibration prompts alone. A hand-made schedule gets the largest size that its budget
