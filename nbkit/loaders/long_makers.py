@@ -275,11 +275,13 @@ def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef]:
 # Continuations ------------------------------------------------------------------------------------------------------------------
 
 
-def _window(task: Task, template: str, name: str, ids: np.ndarray) -> Made:
-    """A window that starts with a line and whose continuation starts with content."""
+def _window(task: Task, template: str, name: str, ids: np.ndarray, *, short: bool = False) -> Made | None:
+    """A window that starts with a line and whose continuation starts with content; ``short``: None instead of an error where there is none."""
     starts = task.tools.starts(ids)
     starts = starts[starts + task.tokens + CONTINUATION <= len(ids)]
     fit = [int(s) for s in starts if task.tools.content(int(ids[s + task.tokens]))]
+    if not fit and short:
+        return None
     if not fit:
         raise InputError(f"text {name}", got=f"{len(ids)} tokens", allowed=f">= {task.tokens + CONTINUATION} tokens", hint="fewer tokens")
     start = fit[int(task.rng.integers(len(fit)))]
@@ -344,7 +346,8 @@ def _log(task: Task) -> Made:
     lines, total = [], 0
     # A few modules come back again and again, each with its own size, as in a real log.
     pool = rng.choice(len(documents), size=12, replace=False)
-    while total < task.tokens + CONTINUATION + 256:
+    room = task.tokens + CONTINUATION + 256
+    while True:
         clock = (clock + int(rng.integers(1, 9))) % 86_400
         document = documents[int(rng.choice(pool))]
         text = line.format(
@@ -354,7 +357,12 @@ def _log(task: Task) -> Made:
         )
         lines.append(task.tools.encode(text))
         total += len(lines[-1])
-    return _window(task, f"log-{task.split}-{which}", "module sizes", np.concatenate(lines))
+        if total < room:
+            continue
+        # Lines of one shape can all meet a line end there: then the log goes on.
+        made = _window(task, f"log-{task.split}-{which}", "module sizes", np.concatenate(lines), short=total < 2 * room)
+        if made is not None:
+            return made
 
 
 MAKERS: dict[str, Callable[[Task], Made]] = {

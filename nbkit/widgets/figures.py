@@ -158,6 +158,8 @@ def _axes(axes: Any, height: float | None = None) -> Any:
         return axes
     import matplotlib.pyplot as plt
 
-    theme.matplotlib()
+    # Once: what a notebook changed behind it, such as the resolution, stays.
+    if plt.rcParams["image.cmap"] != theme.SEQUENTIAL.lower():
+        theme.matplotlib()
     _, axes = plt.subplots(figsize=None if height is None else (8.0, height))
     return axes
